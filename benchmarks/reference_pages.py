@@ -72,6 +72,8 @@ UNITS = {
     "etp": "ranks",
     "vpp": "stages per rank",
     "window": "tokens",
+    "loss_scale.window": "steps",
+    "stragglers.window": "steps",
 }
 
 

@@ -13,6 +13,7 @@ from moefold.checks import (
     context,
     engine_limits,
     finetune,
+    float16,
     kernels,
     model,
     narrow_messages,
@@ -34,6 +35,7 @@ from moefold.config.attention import (
     YarnConfig,
 )
 from moefold.config.data import DataConfig, SourceConfig
+from moefold.config.loss_scale import LossScaleConfig
 from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
@@ -560,7 +562,31 @@ CASES = [
         "parallel.etp",
     ),
     (
-        kernels.kernels_are_not_float64,
+        float16.only_float16_has_a_loss_scale,
+        RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig())),
+        RunConfig(precision=PrecisionConfig(compute="bfloat16", loss_scale=LossScaleConfig())),
+        "precision.loss_scale",
+    ),
+    (
+        float16.loss_scales_are_numbers_of_float32,
+        RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig(initial=64.0, min=64.0))),
+        RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig(initial=64.0, min=128.0))),
+        "precision.loss_scale.min",
+    ),
+    (
+        float16.float16_has_wider_parameters,
+        RunConfig(precision=PrecisionConfig(compute="float16")),
+        RunConfig(precision=PrecisionConfig(params="bfloat16", compute="float16")),
+        "precision.params",
+    ),
+    (
+        float16.recipes_narrow_wider_formats,
+        RunConfig(precision=PrecisionConfig(compute="bfloat16", recipe="mxfp8")),
+        RunConfig(precision=PrecisionConfig(compute="float16", recipe="mxfp8")),
+        "precision.recipe",
+    ),
+    (
+        kernels.kernels_take_the_format,
         in_formats(compute="bfloat16", backend="triton"),
         in_formats(compute="float64", params="float64", experts="sequential", backend="triton"),
         "kernels.backend",
@@ -610,6 +636,8 @@ CASES = [
         (MoEConfig(), "float32", "fused", "sequential"),
         (MoEConfig(), "bfloat16", "fused", "grouped"),
         (MoEConfig(), "float64", "fused", "sequential"),
+        (MoEConfig(), "float16", "fused", "sequential"),
+        (MoEConfig(weight_at="output"), "float16", "grouped", "sequential"),
         (MoEConfig(weight_at="output"), "float32", "grouped", "sequential"),
         (MoEConfig(weight_at="output"), "float64", "sequential", "sequential"),
         (MoEConfig(capacity=CapacityConfig(pad=True)), "bfloat16", "grouped", "grouped"),

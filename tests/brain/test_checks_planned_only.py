@@ -49,7 +49,6 @@ MUST_BE_REFUSED: dict[str, object] = {
     "parallel.dispatcher": "hybridep",
     "parallel.sharding": "zero1",
     "parallel.overlap": "ep",
-    "precision.compute": "float16",
     "precision.recipe": "fp8_rowwise",
     "precision.params": "float8",
     "precision.gradients": "bfloat16",

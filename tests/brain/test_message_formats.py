@@ -30,7 +30,7 @@ BFLOAT16 = {"params": "float32", "compute": "bfloat16"}
         (BFLOAT16 | {"reduce": "bfloat16_all_to_all"}, "bfloat16", "float32", "float32"),
         (BFLOAT16 | {"tp_reduce": "fp8_all_to_all"}, "bfloat16", "float32", "float32"),
         (BFLOAT16 | {"recipe": "mxfp8"}, "bfloat16", "float32", "float32"),
-        ({"params": "float32", "compute": "float16"}, "float32", "float32", "float32"),
+        ({"params": "float32", "compute": "float16"}, "float16", "float32", "float32"),
     ],
 )
 def test_formats(keys: dict[str, Any], gather: str, reduce: str, tp_reduce: str) -> None:

@@ -24,9 +24,9 @@ from moefold.blueprint.flops import core_flops, flops_per_position, forward_flop
 from moefold.blueprint.model_shape import Attention, Recurrence, shape_of
 from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _MESSAGES_PER_RING_STEP = 3
 _FORWARD_AND_BACKWARD = 3
 
@@ -54,7 +54,7 @@ def cost_of(run: RunConfig, speed: RankSpeed | None = None) -> Cost:
     # Per token on one tp rank, over all pipeline stages: every term here divides by pp alike.
     seconds = flops / speed.flops / run.parallel.tp
     kv_entries = layers * _key_and_value_entries(model) / run.parallel.tp
-    bytes_per_entry = 2 * _BYTES[run.precision.compute] + max(_BYTES["float32"], _BYTES[run.precision.compute])
+    bytes_per_entry = 2 * BYTES[run.precision.compute] + max(BYTES["float32"], BYTES[run.precision.compute])
     return Cost(
         token=1.0,
         attention=_FORWARD_AND_BACKWARD * pair_flops(model, run.data.seq_len) / flops,

@@ -26,7 +26,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.precision import ComputeFormat
 from moefold.config.run import RunConfig
-from moefold.errors import CheckpointError, ConfigError, Problem
+from moefold.errors import CheckpointError
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
@@ -68,9 +68,6 @@ def open_trained(path: Path, device: torch.device, compute: str | None = None) -
         tokenizer = beside if beside.is_dir() else None
     if compute is not None:
         run = replace(run, precision=replace(run.precision, compute=cast(ComputeFormat, compute)))
-    if run.precision.compute not in TORCH_FORMATS:
-        wrong = Problem("precision.compute", f"{run.precision.compute} is not generated with", "use --dtype bfloat16")
-        raise ConfigError(wrong)
     run = replace(run, model=usable(run.model))
     decoder, cache = _build(run, device)
     _fill(decoder, source, run.model)

@@ -8,20 +8,17 @@ without a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import is_expert, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
-from moefold.config.precision import BYTES, ComputeFormat, Format, NamedExperts
+from moefold.config.precision import BYTES, COMPUTE_FORMATS, FORMATS, ComputeFormat, NamedExperts
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
 # torch's grouped_mm loads rows in chunks of this many bytes and refuses other row sizes.
 ROW_BYTES = 16
-# Of other formats there is nothing more to say than that they are planned only.
-_TRAINED: tuple[Format, ...] = get_args(Format)
 # Of attention backends that do not take all of them.
 _ATTENTION_FORMATS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("triton", "flex"), ("float32", "bfloat16")),
@@ -33,7 +30,8 @@ _FLASH_MULTIPLE = 8
 
 def compute_is_not_wider_than_params(run: RunConfig) -> Problem | None:
     params, compute = run.precision.params, run.precision.compute
-    if compute not in _TRAINED or params not in _TRAINED or BYTES[compute] <= BYTES[params]:
+    # Other parameters are planned only.
+    if params not in FORMATS or BYTES[compute] <= BYTES[params]:
         return None
     return Problem(
         "precision.compute", f"{compute} is wider than the parameters' {params}", f"use {params}, or params {compute}"
@@ -54,7 +52,7 @@ def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
     """A row of an expert's weights has the (latent) dim of its input, or this etp rank's part of the hidden dim."""
     moe, compute = run.model.moe, run.precision.compute
     grouped = run.kernels.experts in ("grouped", "deepgemm")
-    if moe is None or not grouped or compute == "float64" or compute not in _TRAINED:
+    if moe is None or not grouped or compute == "float64":
         return []
     multiple = ROW_BYTES // BYTES[compute]
     inner = "model.dim" if moe.latent_dim is None else "model.moe.latent_dim"
@@ -143,7 +141,7 @@ def narrow_experts_have_a_backend(run: RunConfig) -> Problem | None:
 
 def adapters_of_experts_are_aligned(run: RunConfig) -> Problem | None:
     lora, compute = run.model.lora, run.precision.compute
-    if lora is None or run.kernels.experts != "grouped" or compute == "float64" or compute not in _TRAINED:
+    if lora is None or run.kernels.experts != "grouped" or compute == "float64":
         return None
     multiple = ROW_BYTES // BYTES[compute]
     if lora.rank % multiple == 0 or not any(
@@ -167,11 +165,15 @@ def _is_fine_tuned(run: RunConfig) -> bool:
     return run.model.lora is not None or run.optim.trained != "all" or bool(run.optim.frozen)
 
 
-def kernels_are_not_float64(run: RunConfig) -> Problem | None:
-    backend = run.kernels.backend
-    if backend == "torch" or run.precision.compute != "float64":
+def kernels_take_the_format(run: RunConfig) -> Problem | None:
+    """Those in C have no float16; of those in Triton some were interpreted in it, and no model of them."""
+    backend, compute = run.kernels.backend, run.precision.compute
+    if backend == "torch" or compute in ("float32", "bfloat16"):
         return None
-    return Problem("kernels.backend", f"{backend} kernels compute in float32", "use torch, or compute float32")
+    words = f"{backend} kernels compute in float32" if compute == "float64" else f"{backend} kernels take no {compute}"
+    return Problem(
+        "kernels.backend", words, f"use torch, or compute {'float32' if compute == 'float64' else 'bfloat16'}"
+    )
 
 
 def triton_is_not_combined_with_fused_experts(run: RunConfig) -> Problem | None:
@@ -209,11 +211,16 @@ class AutoExperts:
 
 
 AUTO_EXPERTS = (
-    AutoExperts("cpu", _TRAINED, "fused", "fastest on a CPU"),
-    AutoExperts("cpu", ("float32", "bfloat16"), "grouped", "padded rows, and probs elsewhere than at the activation"),
-    AutoExperts("cpu", _TRAINED, "sequential", "any run"),
+    AutoExperts("cpu", COMPUTE_FORMATS, "fused", "fastest on a CPU"),
+    AutoExperts(
+        "cpu",
+        ("float32", "bfloat16", "float16"),
+        "grouped",
+        "padded rows, and probs elsewhere than at the activation",
+    ),
+    AutoExperts("cpu", COMPUTE_FORMATS, "sequential", "any run"),
     AutoExperts("cuda", ("bfloat16",), "grouped", "torch's grouped GEMM, which takes bfloat16 only on a GPU"),
-    AutoExperts("cuda", _TRAINED, "sequential", "any run"),
+    AutoExperts("cuda", COMPUTE_FORMATS, "sequential", "any run"),
 )
 _EXPERTS_RULES = (
     grouped_experts_are_not_float64,
@@ -255,7 +262,7 @@ def kernels_in_use(run: RunConfig, device: str) -> dict[str, str]:
 
 def attention_backend_takes_the_format(run: RunConfig) -> Problem | None:
     name, compute = run.kernels.attention, run.precision.compute
-    if compute not in _TRAINED or name not in _ATTENTION_FORMATS or compute in _ATTENTION_FORMATS[name]:
+    if name not in _ATTENTION_FORMATS or compute in _ATTENTION_FORMATS[name]:
         return None
     takes = " and ".join(_ATTENTION_FORMATS[name])
     return Problem("kernels.attention", f"{name} takes {takes}, not {compute}", "use sdpa or reference")
@@ -308,7 +315,7 @@ RULES = (
     fused_experts_keep_their_first_gemm,
     narrow_experts_have_a_backend,
     *FINETUNE_RULES,
-    kernels_are_not_float64,
+    kernels_take_the_format,
     triton_is_not_combined_with_fused_experts,
     native_needs_fused_experts,
     attention_backend_takes_the_format,

@@ -42,7 +42,6 @@ class PlannedOnly:
 
 PLANNED_ONLY = (
     PlannedOnly("parallel.dispatcher", get_args(DispatcherName) + get_args(EngineDispatcher), "the {} dispatcher"),
-    PlannedOnly("precision.compute", get_args(Format), "matmuls in {}"),
     PlannedOnly(
         "precision.recipe",
         (None, "bf16", "fp8_tensor", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"),

@@ -5,7 +5,7 @@ What ranks send and sum is no narrower than what they compute with. Moments are 
 
 from __future__ import annotations
 
-from moefold.config.precision import BYTES, FORMATS, Format
+from moefold.config.precision import BYTES, FORMATS
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -24,7 +24,7 @@ def gathered_parameters_lose_no_digits(run: RunConfig) -> Problem | None:
 
 
 def sums_are_no_narrower_than_what_they_add(run: RunConfig) -> list[Problem]:
-    precision, compute = run.precision, _format(run.precision.compute)
+    precision, compute = run.precision, run.precision.compute
     asked = {
         "precision.reduce": None if precision.reduce is None else precision.reduce_format,
         "precision.tp_reduce": None if precision.tp_reduce is None else precision.tp_reduce_format,
@@ -36,7 +36,7 @@ def sums_are_no_narrower_than_what_they_add(run: RunConfig) -> list[Problem]:
             f"use {' or '.join(name for name in FORMATS if BYTES[name] >= BYTES[compute])}",
         )
         for path, named in asked.items()
-        if named is not None and compute is not None and BYTES[named] < BYTES[compute]
+        if named is not None and BYTES[named] < BYTES[compute]
     ]
 
 
@@ -106,11 +106,6 @@ def remainders_have_weights_beside_them(run: RunConfig) -> Problem | None:
         f"{precision.params} and weights computed with in {gather} there are none",
         "use null; or parallel.sharding: flat, precision.params: float32 and precision.compute: bfloat16",
     )
-
-
-def _format(name: str) -> Format | None:
-    """None for formats that are planned only."""
-    return next((known for known in FORMATS if known == name), None)
 
 
 RULES = (

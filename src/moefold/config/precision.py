@@ -11,17 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from moefold.config.loss_scale import LossScaleConfig
 from moefold.config.message_casts import DispatchFormat, TpReduceFormat
 from moefold.config.precision_recipes import DownInput, RecipeName
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-GatherFormat = Literal[Format, "narrow"]
 # Planned only, for what is kept: weights, gradients, master weights and moments.
 KeptFormat = Literal[Format, "float16", "float8"]
-# Of activations and matmuls; float16 is planned only. Narrower operands of matmuls are a recipe.
+# Of activations and matmuls, under a loss scale where it is float16. Narrower operands of matmuls are a recipe.
 ComputeFormat = Literal[Format, "float16"]
+COMPUTE_FORMATS: tuple[ComputeFormat, ...] = (*FORMATS, "float16")
+GatherFormat = Literal[ComputeFormat, "narrow"]
 # Of a history of amaxes: its largest one, or that of the last step.
 AmaxComputeAlgo = Literal["max", "most_recent"]
 # The format of master weights; remainder: the bfloat16 weight is their upper half, and 16 bits the lower half.
@@ -58,7 +60,7 @@ class PrecisionConfig:
 
     # Planned only: float16, float8.
     params: KeptFormat = "float32"
-    # Planned only: float16.
+    # float16 has a loss scale, and parameters of float32.
     compute: ComputeFormat = "float32"
     # How the operands of matmuls are narrowed (`config/precision_recipes.py`); None: not at all, they are in `compute`.
     recipe: RecipeName | None = None
@@ -97,16 +99,20 @@ class PrecisionConfig:
     # Rows on their way to experts, in dispatch and in combine's backward: codes and scales (`config/message_casts.py`).
     # What comes back is in `compute`. None: as rows are.
     dispatch: DispatchFormat | None = None
+    # Of float16 (`config/loss_scale.py`). None: a dynamic one with its defaults; other formats have none.
+    loss_scale: LossScaleConfig | None = None
 
     @property
     def gather_format(self) -> KeptFormat:
         """Of parameters that are gathered wide."""
         if self.gather is not None and self.gather != "narrow":
             return self.gather
-        trained = next((name for name in FORMATS if name == self.compute), None)
-        if trained is None:
-            return self.params
-        return trained if BYTES[trained] < BYTES[self.params] else self.params
+        return self.compute if BYTES[self.compute] < BYTES[self.params] else self.params
+
+    @property
+    def loss_scaling(self) -> LossScaleConfig | None:
+        """None where the loss is not scaled."""
+        return (self.loss_scale or LossScaleConfig()) if self.compute == "float16" else None
 
     @property
     def reduce_format(self) -> KeptFormat:

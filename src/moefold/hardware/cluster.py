@@ -98,11 +98,11 @@ _SAME_AS_PCIE = {"A100"}
 def peak_flops(device: str, compute: str = "bfloat16") -> float | None:
     """FLOP/s of the device that torch calls `device` ("NVIDIA H100 80GB HBM3"); None if it is not known.
 
-    Peaks are those of bfloat16; wider formats use other units of the chip and have none here.
+    Peaks are those of bfloat16, which are those of float16; wider formats use other units of the chip and have none.
     """
     words = re.findall(r"[A-Z0-9]+", device.upper())
     model = next((word for word in words if word in _KNOWN), None)
-    if model is None or compute != "bfloat16":
+    if model is None or compute not in ("bfloat16", "float16"):
         return None
     others = _OTHER_PEAK.intersection(words) - ({"PCIE"} if model in _SAME_AS_PCIE else set())
     return None if others else _KNOWN[model] * 1e12

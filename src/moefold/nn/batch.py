@@ -79,6 +79,8 @@ class Batch:
     step_tokens: int
     # Sequences with at least one real token, the divisor of the balance loss per sequence; None where it is not needed.
     step_sequences: int | None = None
+    # What the losses of the step are multiplied by before the backward pass, and its gradients divided by after it.
+    loss_scale: float = 1.0
     # Which context shard of the microbatch this is; None where all of it is here.
     context_index: int | None = None
     # False for padding tokens; None where there are none.

@@ -24,7 +24,7 @@ from moefold.ops.engines import OPTIONAL
 from moefold.ops.host_probe import HostInfo
 
 NARROW = ("float32", "bfloat16")
-ALL = ("float64", *NARROW)
+ALL = ("float64", *NARROW, "float16")
 BF16 = ("bfloat16",)
 # The first GPUs with bfloat16. The kernels are compiled for Hopper and Blackwell; others are untested.
 AMPERE = (8, 0)
@@ -93,7 +93,7 @@ BACKENDS = (
         note="torch's all_to_all_vdev_2d",
     ),
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
-    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM", gpu_formats=BF16),
+    Backend("experts", "grouped", _EXPERTS, _BOTH, ALL[1:], note="torch's grouped GEMM", gpu_formats=BF16),
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, "deepgemm", HOPPER, note="DeepGEMM's grouped GEMM"),
     Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, "mxfp8", BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", _TE, _EXPERTS, ("cuda",), BF16, _TE_GEMM, AMPERE, note="its grouped GEMM: a GEMM per expert"),

@@ -124,10 +124,13 @@ def losses_of(
 
 
 def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Tensor | None:
-    """This stage's local loss; None if it has none. Its other gradients come from the next stage."""
+    """This stage's local loss, scaled; None if it has none. Its other gradients come from the next stage."""
     loss, mtp_loss, balance = losses_of(local_model, output, batch)
     terms = [term for term in (loss, mtp_loss, *(balance or ())) if term is not None and term.requires_grad]
-    return sum(terms[1:], terms[0]) if terms else None
+    if not terms:
+        return None
+    objective = sum(terms[1:], terms[0])
+    return objective if batch.loss_scale == 1.0 else objective * batch.loss_scale
 
 
 @torch.no_grad()

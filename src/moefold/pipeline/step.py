@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import OnOutput, StepSums
 from moefold.pipeline.runtime import OnAction, run_forward_only, run_schedule
 from moefold.precision.dtypes import TORCH_FORMATS
+from moefold.precision.loss_scaling import unscale_gradients
 
 
 class StepResult(NamedTuple):
@@ -40,6 +42,13 @@ class StepResult(NamedTuple):
 OnGradients = Callable[[dict[str, Tensor]], None]
 # From the step's sums and grad norm, which are the same on all ranks: a reason to skip the update, or None.
 SkipReason = Callable[[StepSums, Tensor], str | None]
+
+
+def not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
+    """A ``SkipReason``; the same on all ranks, as both numbers are."""
+    if bool(torch.isfinite(sums.loss) & torch.isfinite(grad_norm)):
+        return None
+    return f"loss {float(sums.loss)}, grad_norm {float(grad_norm)}"
 
 
 def make_optimizer(local_model: LocalModel) -> ModelOptimizer:
@@ -65,9 +74,10 @@ def run_step(
     skip_reason: SkipReason | None = None,
     on_action: OnAction | None = None,
     on_output: OnOutput | None = None,
+    loss_scale: float = 1.0,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
-    computed = compute_gradients(local_model, optimizer, batches, on_gradients, on_action, on_output)
+    computed = compute_gradients(local_model, optimizer, batches, on_gradients, on_action, on_output, loss_scale)
     return update(local_model, optimizer, computed, skip_reason)
 
 
@@ -78,8 +88,12 @@ def compute_gradients(
     on_gradients: OnGradients | None = None,
     on_action: OnAction | None = None,
     on_output: OnOutput | None = None,
+    loss_scale: float = 1.0,
 ) -> StepGradients:
+    """Gradients of the losses; those of losses times ``loss_scale`` exist between backward and here only."""
     sharding = local_model.sharding
+    if loss_scale != 1.0:
+        batches = [replace(batch, loss_scale=loss_scale) for batch in batches]
     optimizer.zero_grad()
     sharding.start_step()
     local_model.start_amaxes()
@@ -87,6 +101,7 @@ def compute_gradients(
     max_logits_LH = largest_logits(local_model)
     gradients = sharding.reduce_gradients()
     finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
+    unscale_gradients(gradients.values(), loss_scale)
     if on_gradients is not None:
         on_gradients(gradients)
     primary = primary_shards(gradients, local_model.param_shards)

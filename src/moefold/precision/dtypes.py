@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# `checks/planned_only.py` refuses formats that are not here.
+# `checks/planned_only.py` refuses other formats, and float16 where values are kept.
 TORCH_FORMATS: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,8 +42,9 @@ from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch, TokenObjective, context_shard, move_batch
 from moefold.nn.low_rank import adapters_off
 from moefold.parallel.parallelize import build_local_model, groups_of, init_main_weights
-from moefold.pipeline.pipeline_state import OnOutput, StepSums
-from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, run_step
+from moefold.pipeline.pipeline_state import OnOutput
+from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, not_finite, run_step
+from moefold.precision import loss_scaling
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.rl.policy_losses import Inputs, PolicyLoss, loss_named, normalization_named, ratio_metrics
 from moefold.rl.release_memory import KINDS, WEIGHTS, Kind, Released, Snapshot, release, take_snapshot
@@ -51,6 +52,7 @@ from moefold.rl.rollouts import (
     Rollout,
     ScoredRollouts,
     StepCounts,
+    TrainedStep,
     check_rollouts,
     local_counts,
     loss_inputs,
@@ -64,18 +66,6 @@ from moefold.schedule.names import schedule_named
 
 # From the number and the rollouts of a microbatch.
 MakeObjective = Callable[[int, Sequence[Rollout]], TokenObjective]
-
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """What a step did: the loss, the gradient's norm before clipping, and means over counted tokens."""
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    # The share of tokens whose ratio is clipped, KL(old || now), and the mean ratio; empty without old log-probs.
-    metrics: Mapping[str, float]
-    skipped: str | None = None
 
 
 class Engine:
@@ -118,6 +108,7 @@ class Engine:
         init_main_weights(self.local_model, self.optimizer)
         self.replay = RouterReplay(self.local_model) if run.model.moe is not None else None
         self.step = 0
+        self.loss_scale = loss_scaling.resumed_loss_scale(run.precision.loss_scaling, None)
         self._released: dict[Kind, Released] = {}
         # Whether the weights of a snapshot are in the place of its own.
         self._lent = False
@@ -192,12 +183,21 @@ class Engine:
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value
 
         self.optimizer.set_lr(self.run.optim.lr if lr is None else lr)
-        result = run_step(self.local_model, self.optimizer, batches, on_output=on_output, skip_reason=not_finite)
-        self.step += 1
+        local, scale = self.local_model, loss_scaling.factor_of(self.loss_scale)
+        result = run_step(local, self.optimizer, batches, None, not_finite, on_output=on_output, loss_scale=scale)
+        self.after_update(float(result.grad_norm))
         total = self._summed(sums)
         tokens = total.pop("tokens")
         metrics = {name: value / max(tokens, 1) for name, value in total.items() if "old_logprobs" in policy.reads}
-        return TrainedStep(float(result.sums.loss), float(result.grad_norm), round(tokens), metrics, result.skipped)
+        mean, norm = float(result.sums.loss), float(result.grad_norm)
+        return TrainedStep(mean, norm, round(tokens), metrics, result.skipped, scale)
+
+    def after_update(self, grad_norm: float) -> None:
+        """The next step; an update with a ``grad_norm`` that is not finite was skipped."""
+        self.loss_scale = loss_scaling.loss_scale_after_norm(
+            self.loss_scale, self.run.precision.loss_scaling, grad_norm
+        )
+        self.step += 1
 
     def _packed(
         self, rollouts: Sequence[Rollout], objective: MakeObjective, counts: StepCounts
@@ -332,7 +332,8 @@ class Engine:
             root, self.groups["world"], 0, background=False, about=run_record(self.local_model), device=self.device
         )
         chunks = chunks_of(self.local_model, self.optimizer)
-        saver.begin(self.step, chunks, {"rl_step": self.step}, tensors_elsewhere(self.local_model, self.optimizer))
+        state = {"rl_step": self.step} | loss_scaling.loss_scale_to_json(self.loss_scale)
+        saver.begin(self.step, chunks, state, tensors_elsewhere(self.local_model, self.optimizer))
         saver.finish()
         return final_path(root, self.step)
 
@@ -341,6 +342,8 @@ class Engine:
         self.check_present()
         state = load_into(Path(path), self.local_model, self.optimizer)
         self.step = int(state.get("rl_step", 0))
+        saved = loss_scaling.loss_scale_from_json(state.get("loss_scale"))
+        self.loss_scale = loss_scaling.resumed_loss_scale(self.run.precision.loss_scaling, saved)
 
     # ---- memory ----
 
@@ -385,13 +388,6 @@ def collect_outputs(found: dict[int, DecoderOutput]) -> OnOutput:
             found[number] = output
 
     return on_output
-
-
-def not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
-    """The same on all ranks, as both numbers are."""
-    if bool(torch.isfinite(sums.loss) & torch.isfinite(grad_norm)):
-        return None
-    return f"loss {float(sums.loss)}, grad_norm {float(grad_norm)}"
 
 
 def _read(source: TensorSource, want: NeededTensor) -> Tensor:

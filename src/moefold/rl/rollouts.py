@@ -11,7 +11,7 @@ one with fewer has empty ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -52,6 +52,20 @@ class Rollout:
     def num_counted(self) -> int:
         """The first token has no log-prob, so it never counts."""
         return int(self.counted[1:].sum())
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a step did: the loss, the gradient's norm before clipping, and means over counted tokens."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    # The share of tokens whose ratio is clipped, KL(old || now), and the mean ratio; empty without old log-probs.
+    metrics: Mapping[str, float]
+    skipped: str | None = None
+    # That gradients were computed under, with `precision.compute: float16`.
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)

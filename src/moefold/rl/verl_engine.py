@@ -43,8 +43,9 @@ from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import TokenObjective
 from moefold.optim.lr_schedule import lr_at
-from moefold.pipeline.step import StepGradients, compute_gradients, evaluate, update
-from moefold.rl.engine import Engine, collect_outputs, not_finite, nothing
+from moefold.pipeline.step import StepGradients, compute_gradients, evaluate, not_finite, update
+from moefold.precision.loss_scaling import factor_of
+from moefold.rl.engine import Engine, collect_outputs, nothing
 from moefold.rl.release_memory import KINDS, WEIGHTS, Kind
 from moefold.rl.rollouts import Rollout, StepCounts
 from moefold.schedule.names import schedule_named
@@ -199,7 +200,7 @@ class MoefoldEngine(BaseEngine):
         engine.optimizer.set_lr(lr_at(min(self._scheduled, total), total, self.run.optim))
         result = update(engine.local_model, engine.optimizer, self._computed, not_finite)
         self._computed = None
-        engine.step += 1
+        engine.after_update(float(result.grad_norm))
         return float(result.grad_norm)
 
     def lr_scheduler_step(self) -> float:
@@ -242,7 +243,8 @@ class MoefoldEngine(BaseEngine):
         if forward_only:
             evaluate(local_model, batches, collect)
         else:
-            self._computed = compute_gradients(local_model, optimizer, batches, on_output=collect)
+            scale = factor_of(self.engine.loss_scale)
+            self._computed = compute_gradients(local_model, optimizer, batches, on_output=collect, loss_scale=scale)
         outputs = []
         # All ranks gather tokens, those without outputs too.
         for number, each in enumerate(cut):

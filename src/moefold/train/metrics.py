@@ -55,7 +55,7 @@ class Meter:
     @property
     def mfu_note(self) -> str:
         if self.peak is not None:
-            return f"mfu: of {self.peak / 1e12:,.0f} TFLOP/s (bfloat16, dense) on {self.device}"
+            return f"mfu: of {self.peak / 1e12:,.0f} TFLOP/s ({self.compute}, dense) on {self.device}"
         if peak_flops(self.device) is not None:
             return f"mfu: none, the peak of {self.device} is known for bfloat16 and this run computes in {self.compute}"
         if self.device == "CPU":

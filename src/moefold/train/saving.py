@@ -11,6 +11,7 @@ from __future__ import annotations
 from moefold.checkpoint.save_failures import FailedSave
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
 from moefold.checkpoint.tensor_spec import Chunk, TensorSpec
+from moefold.comm.collectives import all_reduce_ints
 from moefold.errors import CheckpointError
 from moefold.train.callback import Callback
 from moefold.train.fault_tolerance.signals import print_stderr
@@ -100,3 +101,16 @@ def report_failures(context: TrainContext, hooks: Callback) -> list[FailedSave]:
     for each in failed:
         hooks.on_save_failed(each.step, each.reason, each.retries_left)
     return failed
+
+
+def is_saved(context: TrainContext, step: int) -> bool:
+    """On the disk, as rank 0 sees it: a state that came from memory may be of a step that was never written."""
+    own = context.leads and context.saver.path_of(step).exists()
+    return all_reduce_ints((int(own),), context.groups["world"]) != [0]
+
+
+def already_finished(context: TrainContext, state: TrainState) -> str:
+    return (
+        f"finished already: {context.saver.path_of(state.step)} has step {state.step} of {context.run.train.steps}; "
+        f"a larger train.steps goes on from it"
+    )

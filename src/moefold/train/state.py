@@ -16,6 +16,7 @@ from typing import Any
 
 from moefold.config.train import HealthConfig
 from moefold.errors import CheckpointError, TrainingError
+from moefold.precision.loss_scaling import LossScale, loss_scale_from_json
 from moefold.train.fault_tolerance.signals import INTERRUPTED as EXIT_INTERRUPTED
 
 
@@ -40,6 +41,8 @@ class TrainState:
     # Recent losses and norms of accepted steps, which a spike is measured against.
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
+    # Of the next step, with `precision.compute: float16`.
+    loss_scale: LossScale | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,6 +57,7 @@ class TrainState:
                 skips_in_a_row=int(data["skips_in_a_row"]),
                 losses=tuple(map(float, data["losses"])),
                 norms=tuple(map(float, data["norms"])),
+                loss_scale=loss_scale_from_json(data.get("loss_scale")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the trainer's state is not what this version writes: {error}") from None
@@ -84,14 +88,19 @@ def skip_reason(
 
 
 def after_step(
-    state: TrainState, loss: float, grad_norm: float, skipped: str | None, config: HealthConfig
+    state: TrainState, loss: float, grad_norm: float, skipped: str | None, config: HealthConfig, searching: bool = False
 ) -> TrainState:
-    """The statistics with this step in them; too many skips in a row end the run."""
+    """The statistics with this step in them; too many skips in a row end the run.
+
+    ``searching``: a lower loss scale is tried next, so that this skip is none of them.
+    """
     if skipped is None:
         window = config.spike_window
         return replace(
             state, skips_in_a_row=0, losses=(*state.losses, loss)[-window:], norms=(*state.norms, grad_norm)[-window:]
         )
+    if searching:
+        return state
     skips = state.skips_in_a_row + 1
     if skips >= config.max_consecutive_skips:
         raise TrainingError(

@@ -40,6 +40,7 @@ from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
 from moefold.plan.elastic_layout import ElasticLayout
+from moefold.precision.loss_scaling import resumed_loss_scale
 from moefold.private_files import OWN_MODE, replace_file, who_else
 from moefold.redaction import Redactor
 from moefold.train.dpo import Preferences, load_preferences
@@ -326,7 +327,7 @@ def _resume(context: TrainContext) -> TrainState:
 def first_state(context: TrainContext) -> TrainState:
     """Checkpoints hold the generator's state, which must not differ between two first starts."""
     torch.manual_seed(fresh_seed(context.run.seed, 0, context.groups.rank))
-    return TrainState()
+    return TrainState(loss_scale=resumed_loss_scale(context.run.precision.loss_scaling, None))
 
 
 def position_of(context: TrainContext, path: Path, loaded: Mapping[str, object]) -> TrainState:
@@ -338,8 +339,7 @@ def position_of(context: TrainContext, path: Path, loaded: Mapping[str, object])
             "weights, seed, seq_len or documents changed; restore them, or start a run of another name from its weights"
         )
     # Converted weights come without a position in the data: training starts at step 0.
-    if "train" not in loaded:
-        return TrainState()
-    if not isinstance(saved_state := loaded["train"], Mapping):
+    if not isinstance(saved_state := loaded.get("train", {}), Mapping):
         raise CheckpointError(f"{path}: the trainer's state is not what this version writes")
-    return TrainState.from_json(saved_state)
+    state = TrainState.from_json(saved_state) if "train" in loaded else TrainState()
+    return replace(state, loss_scale=resumed_loss_scale(context.run.precision.loss_scaling, state.loss_scale))

@@ -11,18 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 
 import torch
 from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
 from moefold.comm.collectives import all_reduce_ints
-from moefold.comm.process_groups import Group
 from moefold.config.run import RunConfig
 from moefold.errors import CorruptionError, DataError, ExclusionError
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
+from moefold.precision.loss_scaling import factor_of
 from moefold.train.batches import LocalStep, read_step, step_batches
 from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.fault_tolerance.corruption import StateWatch, roll_back
@@ -31,12 +30,22 @@ from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, 
 from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.prefetch import Prefetcher
 from moefold.train.saving import (
+    already_finished,
     begin_save,
     copy_to_memory,
+    is_saved,
     report_committed,
     report_failures,
     save_before_exclusion,
     save_last,
+)
+from moefold.train.skipped_steps import (
+    NotFinite,
+    agreed_skip_reason,
+    count_not_finite,
+    explained,
+    is_searching,
+    loss_scale_after,
 )
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
@@ -92,19 +101,6 @@ def train(
     finally:
         context.verifier.close()
         hooks.on_end(reason)
-
-
-def is_saved(context: TrainContext, step: int) -> bool:
-    """On the disk, as rank 0 sees it: a state that came from memory may be of a step that was never written."""
-    own = context.leads and context.saver.path_of(step).exists()
-    return all_reduce_ints((int(own),), context.groups["world"]) != [0]
-
-
-def already_finished(context: TrainContext, state: TrainState) -> str:
-    return (
-        f"finished already: {context.saver.path_of(state.step)} has step {state.step} of {context.run.train.steps}; "
-        f"a larger train.steps goes on from it"
-    )
 
 
 class LoopControl(Control):
@@ -250,6 +246,9 @@ def take_step(
     context.optimizer.set_lr(lr)
 
     pairs = None if context.preferences is None else context.preferences.prepare(data)
+    world, scale = context.groups["world"], state.loss_scale
+    # Of a step that is skipped.
+    found: list[NotFinite] = []
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:
         pace.computed()
@@ -262,14 +261,13 @@ def take_step(
         balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
         loss = sums.loss if pairs is None else pairs.losses.loss
         local = skip_reason(state, float(loss), balance, float(grad_norm), run.train.health)
-        reason = agreed_skip_reason(local, context.groups["world"])
+        reason = agreed_skip_reason(local, world)
         if reason is None:
             return None
-        finite = all(map(isfinite, (float(loss), float(grad_norm), *balance.values())))
-        if all_reduce_ints((int(not finite),), context.groups["world"]) == [0]:
-            return reason
         # The objective of pairs needs the reference's log-probs, so its forward pass is not run again.
-        return f"{reason}: {where_not_finite(context.local_model, data.batches if pairs is None else None)}"
+        where = partial(where_not_finite, context.local_model, data.batches if pairs is None else None)
+        found.append(count_not_finite(float(loss), balance, float(grad_norm), world))
+        return explained(reason, found[0], scale, run.precision, where)
 
     result = run_step(
         context.local_model,
@@ -277,6 +275,7 @@ def take_step(
         data.batches if pairs is None else pairs.batches,
         on_gradients,
         reason_to_skip,
+        loss_scale=factor_of(scale),
     )
     pace.ended(result.sums.kept_ME, batches.blocked)
     if pairs is not None:
@@ -285,7 +284,11 @@ def take_step(
         for name, value in pairs.losses.metrics.items():
             hooks.control.log(name, value)
     loss, grad_norm = float(result.sums.loss), float(result.grad_norm)
-    state = after_step(state, loss, grad_norm, result.skipped, run.train.health)
+    searching = bool(found) and is_searching(found[0], scale, run.precision)
+    state = after_step(state, loss, grad_norm, result.skipped, run.train.health, searching)
+    if scale is not None:
+        hooks.control.log("loss_scale", scale.scale)
+        state = replace(state, loss_scale=loss_scale_after(scale, run.precision, found[0] if found else None))
     state = replace(
         state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
     )
@@ -301,12 +304,6 @@ def _saves_after(run: RunConfig, step: int) -> bool:
     """Whether a checkpoint is due after this step, the last one's among them."""
     every = run.train.saving.every
     return step == run.train.steps or (every > 0 and step % every == 0)
-
-
-def agreed_skip_reason(local: str | None, world: Group) -> str | None:
-    """All ranks skip where one of them does: a number that differs on one rank must not make it take another path."""
-    (objecting,) = all_reduce_ints((int(local is not None),), world)
-    return local if local is not None or not objecting else f"{objecting} other rank(s) objected"
 
 
 def _record(
