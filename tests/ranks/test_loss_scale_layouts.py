@@ -80,7 +80,9 @@ FLOAT16: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["recomputed"])
+@pytest.mark.parametrize(
+    "layout", slow_except([name for name in LAYOUTS if name not in ("fsdp, ep", "replicas")], "recomputed")
+)
 def test_layouts_in_float16_follow_one_process(layout: str, tmp_path: Path) -> None:
     """Within the rounding of float16; losses of bfloat16 are eight times as far apart."""
     wanted, found = lines(tmp_path / "one", FLOAT16, 1), lines(tmp_path / "two", FLOAT16 | LAYOUTS[layout], 2)
