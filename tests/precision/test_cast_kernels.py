@@ -22,7 +22,7 @@ from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.ops.kernels import interpret
 from moefold.ops.kernels.interpret import interpreting
-from moefold.precision.cast_kernels import cast_triton, narrow_numbers
+from moefold.precision.cast_kernels import cast_triton, narrow_numbers_triton
 from moefold.precision.cast_kernels.cast_triton import fake_quantize_triton, quantize_triton
 from moefold.precision.quantize import fake_quantize, quantize
 
@@ -136,14 +136,14 @@ NVFP4 = PRECISION_RECIPES["nvfp4"].casts
 TIES = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -1.25, -2.5, -5.0, 0.0, 1.0, 2.0, 4.0])
 # What is broken, the module and name, what is there instead, and the comparison that must notice.
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
-    "ties away from zero": (narrow_numbers, "to_codes", _ties_away, lambda: _fp4(NVFP4.x_fprop, TIES.repeat(4, 2))),
+    "ties away from zero": (narrow_numbers_triton, "to_codes", _ties_away, lambda: _fp4(NVFP4.x_fprop, TIES.repeat(4, 2))),
     "a carry is lost": (interpret, "_convert", interpret._plain_convert, _mx),
-    "floor instead of rceil": (narrow_numbers, "_e8m0", _floor, _mx),
+    "floor instead of rceil": (narrow_numbers_triton, "_e8m0", _floor, _mx),
     "one noise for all blocks": (
-        narrow_numbers, "block_noise", _one_noise, lambda: _fp4(NVFP4.dy_dgrad, torch.randn(8, 64)),
+        narrow_numbers_triton, "block_noise", _one_noise, lambda: _fp4(NVFP4.dy_dgrad, torch.randn(8, 64)),
     ),
     "infinities are skipped": (
-        narrow_numbers, "magnitude_bits", _no_nan,
+        narrow_numbers_triton, "magnitude_bits", _no_nan,
         lambda: _fp4(NVFP4.x_fprop, torch.tensor([[torch.inf, *range(31)]])),
     ),
     "no Hadamard transform": (

@@ -31,7 +31,7 @@ from moefold.precision.cast_kernels.cast_triton import (
     load_tile,
     warps_of,
 )
-from moefold.precision.cast_kernels.narrow_numbers import (
+from moefold.precision.cast_kernels.narrow_numbers_triton import (
     block_bits,
     cast_tile,
     finite_or_nan,

@@ -20,7 +20,7 @@ from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.ops.kernels.aot_specs import Build, Traffic
 from moefold.ops.splitmix64 import wrapped
-from moefold.precision.cast_kernels.narrow_numbers import (
+from moefold.precision.cast_kernels.narrow_numbers_triton import (
     block_bits,
     cast_tile,
     finite_or_nan,
