@@ -136,7 +136,9 @@ NVFP4 = PRECISION_RECIPES["nvfp4"].casts
 TIES = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -1.25, -2.5, -5.0, 0.0, 1.0, 2.0, 4.0])
 # What is broken, the module and name, what is there instead, and the comparison that must notice.
 MUTANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
-    "ties away from zero": (narrow_numbers_triton, "to_codes", _ties_away, lambda: _fp4(NVFP4.x_fprop, TIES.repeat(4, 2))),
+    "ties away from zero": (
+        narrow_numbers_triton, "to_codes", _ties_away, lambda: _fp4(NVFP4.x_fprop, TIES.repeat(4, 2)),
+    ),
     "a carry is lost": (interpret, "_convert", interpret._plain_convert, _mx),
     "floor instead of rceil": (narrow_numbers_triton, "_e8m0", _floor, _mx),
     "one noise for all blocks": (
