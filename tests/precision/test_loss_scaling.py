@@ -12,6 +12,7 @@ import torch
 
 from moefold.config.loss_scale import LossScaleConfig
 from moefold.config.precision import PrecisionConfig
+from moefold.pipeline.step import unscale_gradients
 from moefold.precision.loss_scaling import (
     LossScale,
     can_back_off,
@@ -21,7 +22,6 @@ from moefold.precision.loss_scaling import (
     loss_scale_to_json,
     next_loss_scale,
     resumed_loss_scale,
-    unscale_gradients,
 )
 from moefold.train.skipped_steps import NotFinite, explained, is_searching, loss_scale_after
 

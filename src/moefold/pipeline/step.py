@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import OnOutput, StepSums
 from moefold.pipeline.runtime import OnAction, run_forward_only, run_schedule
 from moefold.precision.dtypes import TORCH_FORMATS
-from moefold.precision.loss_scaling import unscale_gradients
 
 
 class StepResult(NamedTuple):
@@ -79,6 +78,13 @@ def run_step(
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
     computed = compute_gradients(local_model, optimizer, batches, on_gradients, on_action, on_output, loss_scale)
     return update(local_model, optimizer, computed, skip_reason)
+
+
+@torch.no_grad()
+def unscale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
+    """In place; exact for powers of two, and what is not finite stays so."""
+    if scale != 1.0 and (members := list(gradients)):
+        torch._foreach_mul_(members, 1.0 / scale)
 
 
 def compute_gradients(

@@ -1,4 +1,4 @@
-"""A loss scale from step to step, and gradients divided by it: float16 without underflow.
+"""A loss scale from step to step: float16 without underflow. `pipeline/step.py` divides gradients by it.
 
 The rule of a dynamic scale is Megatron's ``DynamicGradScaler``:
 
@@ -12,17 +12,15 @@ is a few numbers that are equal on all ranks, because what they follow from is; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
-
-import torch
-from torch import Tensor
 
 from moefold.config.loss_scale import LossScaleConfig
 
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
-_LARGEST = torch.finfo(torch.float32).max
+# Of float32.
+_LARGEST = 2.0**128 - 2.0**104
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,3 @@ def factor_of(state: LossScale | None) -> float:
 def can_back_off(state: LossScale, config: LossScaleConfig) -> bool:
     """Whether a lower scale is still to be tried after an overflow."""
     return config.scale == "dynamic" and state.scale > config.min
-
-
-@torch.no_grad()
-def unscale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
-    """In place; exact for powers of two, and what is not finite stays so."""
-    if scale != 1.0 and (members := list(gradients)):
-        torch._foreach_mul_(members, 1.0 / scale)

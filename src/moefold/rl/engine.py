@@ -184,7 +184,7 @@ class Engine:
 
         self.optimizer.set_lr(self.run.optim.lr if lr is None else lr)
         local, scale = self.local_model, loss_scaling.factor_of(self.loss_scale)
-        result = run_step(local, self.optimizer, batches, None, not_finite, on_output=on_output, loss_scale=scale)
+        result = run_step(local, self.optimizer, batches, skip_reason=not_finite, on_output=on_output, loss_scale=scale)
         self.after_update(float(result.grad_norm))
         total = self._summed(sums)
         tokens = total.pop("tokens")
