@@ -24,9 +24,9 @@ from moefold.config.run import RunConfig
 from moefold.recipes.catalog import recipe
 
 BASE, MUTANT = "bf16", "MXFP4 instead of mxfp8"
-NAMES = (BASE, "mxfp8", "nvfp4", MUTANT, "fp8_blockwise", "fp8_tensor")
+NAMES = (BASE, "mxfp8", "nvfp4", MUTANT, "fp8_blockwise", "fp8_tensor", "fp8_delayed")
 # Bounds relative to bf16, of the mean over seeds.
-BOUNDS = {"fp8_tensor": 0.005, "fp8_blockwise": 0.005, "mxfp8": 0.005, "nvfp4": 0.04}
+BOUNDS = {"fp8_tensor": 0.005, "fp8_delayed": 0.005, "fp8_blockwise": 0.005, "mxfp8": 0.005, "nvfp4": 0.04}
 MODEL = ModelConfig(
     dim=128,
     num_layers=4,
@@ -38,6 +38,9 @@ MODEL = ModelConfig(
         router=RouterConfig(normalize=True),
         balance=BalanceConfig(microbatch=0.01, z=1e-3),
     ),
+    # 1 / sqrt(dim). From 0.02 a model this small leaves its first plateau when noise lets it: after 1,000 steps MXFP4
+    # was 2 % better than bf16, and mxfp8 1 % worse.
+    init_std=0.088,
 )
 RUN = {
     "precision.compute": "float32",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests import host_faults
 
+from benchmarks import precision_losses
 from benchmarks.optimizer_formats import BASE
 from benchmarks.paired_losses import differences
 
@@ -38,13 +39,13 @@ def test_muon_against_adamw() -> None:
     assert steps < 1000 and f"{steps} steps instead of 1,000" in page
 
 
-def format_rows(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row per format: the validation loss of every seed, and how far it is from float32's of the same seed."""
-    apart = differences(runs, BASE)
+def format_rows(runs: Sequence[Mapping[str, Any]], base: str = BASE) -> list[str]:
+    """One row per format: the validation loss of every seed, and how far it is from the base's of the same seed."""
+    apart = differences(runs, base)
     rows = []
     for name in dict.fromkeys(each["format"] for each in runs):
         losses = [each["validation_loss"] for each in runs if each["format"] == name]
-        far = [""] * len(losses) if name == BASE else [f" ({value:+.2%})" for value in apart[name]]
+        far = [""] * len(losses) if name == base else [f" ({value:+.2%})" for value in apart[name]]
         cells = (f"{loss:.4f}{more}" for loss, more in zip(losses, far, strict=True))
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
@@ -59,6 +60,19 @@ def test_optimizer_formats_are_near_float32() -> None:
     for name in ("bfloat16 moments, stochastic", "remainder"):
         apart = differences(runs, BASE)[name]
         assert len(apart) == 3 and max(map(abs, apart)) < 0.003
+
+
+def test_precision_recipes_are_near_bf16() -> None:
+    """1,000 steps from paired seeds: each recipe within its bound, and MXFP4, which is none, beyond that of FP8."""
+    runs = json.loads((DOCS / "measured/precision_losses.json").read_text())["runs"]
+    missing = [
+        row for row in format_rows(runs, precision_losses.BASE) if row not in (DOCS / "precision.md").read_text()
+    ]
+    assert not missing, "write these rows into docs/precision.md:\n" + "\n".join(missing)
+    assert all(each["steps"] == 1000 for each in runs)
+    apart = {name: sum(values) / len(values) for name, values in differences(runs, precision_losses.BASE).items()}
+    assert all(abs(apart[name]) < bound for name, bound in precision_losses.BOUNDS.items())
+    assert apart[precision_losses.MUTANT] > precision_losses.BOUNDS["mxfp8"]
 
 
 def test_grpo_learns() -> None:
