@@ -19,7 +19,7 @@ from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.precision import CastBackend, PrecisionConfig, RowPadding
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
-from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks
+from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks, shares_amaxes_of_shares
 
 # Of the cases in float64, those that are given a precision recipe; some of them cannot have it.
 _RECIPE_SHARE = 0.45
@@ -123,7 +123,7 @@ def with_recipes(run: RunConfig, world: int) -> RunConfig:
     data = replace(data, seq_len=seq_len or data.seq_len)
     changed = replace(run, model=model, data=data, kernels=replace(run.kernels, experts="sequential", casts=casts))
     changed = replace(changed, precision=replace(run.precision, recipe=name, wide=wide))
-    return unless_refused(run, fit_blocks(changed), world)
+    return run if shares_amaxes_of_shares(changed) else unless_refused(run, fit_blocks(changed), world)
 
 
 def with_narrow_savings(run: RunConfig, world: int) -> RunConfig:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from moefold.blueprint.narrow_matmuls import matmuls, sharded_operands
 from moefold.config.attention import MLAConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES, PrecisionRecipe, RecipeName
@@ -54,6 +55,21 @@ def left_out(run: RunConfig, proved: PrecisionConfig) -> tuple[str, ...]:
     )
 
 
+def shares_amaxes_of_shares(run: RunConfig) -> str:
+    """The first weight that is whole on every tensor-parallel rank, where ranks compare the amax of their tokens and
+    narrow each its own: scales of a matrix and of blocks along tokens at once. The reference narrows the tokens of all
+    ranks as one call, or each rank's by its own amax; empty if there is none."""
+    if run.parallel.tp == 1:
+        return ""
+    for weight, casts in matmuls(run):
+        two_level = casts is not None and any(
+            cast is not None and cast.scale == "two_level" for _, cast in casts.items()
+        )
+        if two_level and sharded_operands(weight) == ("tp", ("x", "dy")):
+            return weight.name
+    return ""
+
+
 def refuse_unproved(run: RunConfig, dtype: Format) -> None:
     recipe, moe = run.precision.recipe, run.model.moe
     if run.precision.dispatch is not None and dtype != "float64":
@@ -66,6 +82,11 @@ def refuse_unproved(run: RunConfig, dtype: Format) -> None:
         raise ConfigError(
             Problem("precision.recipe", f"no proof of {recipe}: {reason}", f"use null or one of {proved}")
         )
+    if whole := shares_amaxes_of_shares(run):
+        message = (
+            f"{run.parallel.tp} ranks compare the amax of what enters {whole}; for {recipe} the reference does not"
+        )
+        raise ConfigError(Problem("parallel.tp", message, "use 1, name the module in precision.wide, or use mxfp8"))
     if dtype != "float64":
         message = f"a proof in {dtype} would not tell the rounding of {recipe} from that of {dtype}"
         raise ConfigError(Problem("precision.recipe", message, "prove it with --dtype float64, or use null"))
