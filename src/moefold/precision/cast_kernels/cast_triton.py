@@ -109,10 +109,8 @@ def quantize_triton(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | N
     if not x_MK.numel():
         return quantize(x_MK, cast, seed=seed, amax=amax)
     x_SMK, stack = as_matrices(x_MK), x_MK.shape[:-2]
-    rows, columns = cast.block or x_MK.shape[-2:]
-    blocks = (-(-x_MK.shape[-2] // rows), -(-x_MK.shape[-1] // columns))
     codes = x_SMK.new_empty(x_MK.shape, dtype=FLOAT8.get(cast.element, torch.uint8))
-    scales = x_SMK.new_empty(*stack, *blocks, dtype=SCALE_DTYPES[cast.scale])
+    scales = x_SMK.new_empty(cast.scale_shape(x_MK.shape), dtype=SCALE_DTYPES[cast.scale])
     tensor_scale = x_SMK.new_empty(stack, dtype=torch.float32) if cast.scale == "two_level" else None
     _launch(x_SMK, cast, seed, amax, codes, scales, tensor_scale, None)
     return Quantized(codes, scales, tensor_scale, cast)
