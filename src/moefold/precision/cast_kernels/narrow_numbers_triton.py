@@ -22,6 +22,9 @@ import triton.language as tl
 from moefold.ops.splitmix64 import wrapped
 from moefold.precision.quantize import HADAMARD_SIGNS
 
+# Functions of other kernels, none of its own.
+BUILDS = ()
+
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
