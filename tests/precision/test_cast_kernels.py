@@ -63,6 +63,17 @@ def test_one_way(cast: Cast) -> None:
     one_way(cast, 1)
 
 
+def test_amaxes_are_given_for_stacks_of_stacks() -> None:
+    """One per matrix, in the shape of the leading dims, or one for all of them."""
+    x, cast = torch.randn(2, 3, 16, 32, generator=torch.Generator().manual_seed(1)), Cast("e4m3", None, "float32")
+    for amax in (torch.rand(2, 3) + 1, torch.tensor(2.0)):
+        with interpreting(), poisoned_memory():
+            found = quantize_triton(x, cast, amax=amax)
+        expected = quantize(x, cast, amax=amax.expand(2, 3))
+        assert_same(found.codes_MK, expected.codes_MK, "codes")
+        assert_same(found.scale_rc, expected.scale_rc, "scales")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_one_way_on_fifty_shapes(cast: Cast) -> None:

@@ -148,7 +148,7 @@ def _launch(
     num, rows, columns = x_SMK.shape
     whole = None
     if cast.block is None or cast.scale == "two_level":
-        given = None if amax is None else amax.float().expand(num).contiguous()
+        given = None if amax is None else amax.float().reshape(-1).expand(num).contiguous()
         whole = tensor_amax(x_SMK, cast.hadamard) if given is None else given
     tile = tile_of(cast)
     cast_kernel[(triton.cdiv(rows, tile[0]), triton.cdiv(columns, tile[1]), num)](
