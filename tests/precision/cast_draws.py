@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 from moefold.config.casts import Cast
+from moefold.config.precision_recipes import PRECISION_RECIPES
+
+# Casts that narrow each row by itself: those of two recipes, and others that kernels take.
+ROW_CASTS: dict[str, Cast] = {
+    **{
+        name: cast for name in ("mxfp8", "fp8_blockwise") if (cast := PRECISION_RECIPES[name].casts.x_fprop) is not None
+    },  # type: ignore[index]
+    "scales in float32": Cast("e4m3", (1, 128), "float32"),
+    "e5m2, floor": Cast("e5m2", (1, 32), "e8m0_floor"),
+}
 
 
 def draw(seed: int, multiple: tuple[int, int] = (1, 1), stacks: bool = True) -> Tensor:

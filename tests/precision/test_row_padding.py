@@ -13,7 +13,7 @@ from moefold.config.precision_recipes import PRECISION_RECIPES, RecipeName
 from moefold.moe import grouped_experts
 from moefold.moe.dispatch.base import ExpertInput, LocalDispatcher, Routing
 from moefold.moe.dispatch.padded_routing import PaddedRouting, pad_routing, pad_routing_reference
-from moefold.moe.grouped_experts import KernelPermutation, NoPermutation, TorchPermutation
+from moefold.moe.grouped_experts import KernelPermutation, TorchPermutation
 from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.permute import count_assignments, group_aligned, group_by_expert_reference
 
@@ -75,7 +75,8 @@ def inputs_of(by_expert: bool) -> ExpertInput:
 def test_every_permutation_pads_with_zeros_and_reads_nothing_back(name: str, at_activation: bool) -> None:
     """What experts compute for pads, 1e4 here, reaches no output; the gradient of pads is zero."""
     permutations: dict[str, Any] = {"torch": TorchPermutation(), "kernels": KernelPermutation(MOE_IN_TORCH)}
-    permutation, expert_in = permutations.get(name, NoPermutation()), inputs_of(name == "received by expert")
+    permutation = permutations.get(name, permutations["torch"])
+    expert_in = inputs_of(name == "received by expert")
     permuted = permutation.permute(expert_in, 6, at_activation, multiple=16)
     sizes = permuted.rows_per_expert
     assert sizes is not None and len(permuted.rows_PL) == sum(sizes) and not any(size % 16 for size in sizes)

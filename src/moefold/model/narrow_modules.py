@@ -18,17 +18,17 @@ from moefold.blueprint.narrow_matmuls import (
     sharded_operands,
 )
 from moefold.blueprint.parameters import ParameterSpec, is_expert
-from moefold.config.moe import MoEConfig
+from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.precision import PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.moe.experts import Experts
-from moefold.moe.grouped_experts import GroupedExperts
+from moefold.moe.grouped_experts import GroupedExperts, KernelPermutation, NarrowingPermutation
 from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.precision.amax import OWN_AMAXES, Amaxes, ReduceOver, SharedAmaxes
 from moefold.precision.amax_history import AmaxHistory, DelayedAmaxes
-from moefold.precision.both_directions import share_a_read
+from moefold.precision.both_directions import WaitingCopies, narrows_rows_alone, share_a_read
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.narrow_inputs import NarrowingActivation, NarrowInputs
 from moefold.precision.operands import NarrowOperands, NarrowWeights
@@ -66,10 +66,12 @@ def narrow_modules(
         if name.endswith(".down"):
             assert not isinstance(owner, Linear)
             owner.down_matmul_policy = _with_operands(owner.down_matmul_policy, operands)
-            if isinstance(owner, GroupedExperts) and run.kernels.row_padding != "wgrad":
-                narrow_activation(owner, operands, run.model.moe)
+            if isinstance(owner, GroupedExperts):
+                narrow_activation(owner, operands, run)
         else:
             owner.matmul_policy = _with_operands(owner.matmul_policy, operands)
+            if isinstance(owner, GroupedExperts):
+                narrow_permutation(owner, operands, run)
     return weights
 
 
@@ -78,16 +80,42 @@ def _with_operands(policy: MatmulPolicy, operands: NarrowOperands) -> MatmulPoli
     return policy.with_operands(operands)
 
 
-def narrow_activation(owner: GroupedExperts, operands: NarrowOperands, moe: MoEConfig | None) -> None:
-    """The experts' activation makes the copies of its output, where both have scales of blocks that rows of an expert
-    fill when they are padded."""
+def narrow_activation(owner: GroupedExperts, operands: NarrowOperands, run: RunConfig) -> None:
+    """The experts' activation makes the copies of its output, where one read makes both."""
     row, column, fused = operands.casts.x_fprop, operands.casts.x_wgrad, operands.quantizers.activate_both
-    if fused is None or operands.inputs is None or not share_a_read(row, column):
+    if fused is None or not _reads_once(operands, run):
         return
-    assert moe is not None and row is not None and column is not None and row.block is not None
-    if not row.scales_whole_matrix and operands.align % row.block[1] == 0:
-        casts = (row, column)
-        owner.activation = NarrowingActivation(owner.activation, fused, moe.activation, operands.inputs, casts)
+    assert row is not None and column is not None and operands.inputs is not None and run.model.moe is not None
+    casts, activation = (row, column), run.model.moe.activation
+    owner.activation = NarrowingActivation(owner.activation, fused, activation, operands.inputs, casts)
+
+
+def narrow_permutation(owner: GroupedExperts, operands: NarrowOperands, run: RunConfig) -> None:
+    """The experts' permutation makes fprop's copy of the rows, by a kernel. Left alone where that copy comes with
+    wgrad's from one read, where probs multiply the rows, and where the backward pass permutes once more.
+
+    Rows that were sent by the same cast are its numbers: wgrad's copy then follows from the codes.
+    """
+    cast, plain, sent = operands.casts.x_fprop, owner.permutation, run.precision.dispatch
+    if run.kernels.casts != "triton" or not isinstance(plain, KernelPermutation) or not narrows_rows_alone(cast):
+        return
+    assert cast is not None
+    arrives_narrow = sent is not None and DISPATCH_CASTS[sent].forward == cast
+    if owner.prob_at_input or run.memory.retained()["rows"] == "discard":
+        return
+    if arrives_narrow or not _reads_once(operands, run):
+        operands.ahead, operands.arrives_narrow = WaitingCopies(), arrives_narrow
+        owner.permutation = NarrowingPermutation(plain.kernels, cast, operands.ahead)
+
+
+def _reads_once(operands: NarrowOperands, run: RunConfig) -> bool:
+    """Whether both copies of experts' rows are made together: they are kept narrow, by scales of blocks that the padded
+    rows of an expert fill."""
+    row, column = operands.casts.x_fprop, operands.casts.x_wgrad
+    if operands.inputs is None or run.kernels.row_padding == "wgrad" or not share_a_read(row, column):
+        return False
+    assert row is not None and row.block is not None
+    return not row.scales_whole_matrix and operands.align % row.block[1] == 0
 
 
 def amaxes_for(weight: ParameterSpec, over: ReduceOver | None) -> Amaxes:

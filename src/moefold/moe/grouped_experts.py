@@ -6,8 +6,9 @@ activation``). That is half of what is known as memory-efficient permutation: mu
 
 What surrounds the GEMMs is injected: a ``Permutation`` and the activation that multiplies by the probs. In torch they
 are a few operations each (``TorchPermutation``), which is faster than running the kernels' references; on a GPU they
-are one kernel each (``KernelPermutation``). Rows that a dispatcher has put in the order of the experts are taken as
-they are.
+are one kernel each (``KernelPermutation``), which may narrow rows for the first GEMM as well
+(``NarrowingPermutation``). Rows that a dispatcher has put in the order of the experts are taken as they are, unless
+they are to be padded: then they are permuted all the same, by the order that they have.
 
 ``TransformerEnginePermutation`` (``kernels.permute: transformer_engine``) is the library's. Its ``moe_permute`` takes a
 map of rows to experts, [R, e] of 0 and 1, where moefold has expert numbers [R, K]; probs have the same shape. Rows come
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from moefold.config.casts import Cast
 from moefold.config.moe import MoEConfig
 from moefold.errors import BackendError
 from moefold.moe.dispatch.base import ExpertInput
@@ -43,6 +45,7 @@ from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import weighted_activation
 from moefold.ops.padded_runs import aligned
+from moefold.precision.both_directions import WaitingCopies
 
 
 class Permuted(NamedTuple):
@@ -110,7 +113,8 @@ class GroupedExperts:
         self.permutation, self.activation = permutation, activation
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
-        permutation = NO_PERMUTATION if expert_in.by_expert else self.permutation
+        pads = self.multiple > 1 and expert_in.capacity is None
+        permutation = NO_PERMUTATION if expert_in.by_expert and not pads else self.permutation
         num_experts = weights.gate_up.shape[0]
         permuted = permutation.permute(expert_in, num_experts, self.prob_at_activation, self.retain, self.multiple)
         rows_PL, prob_P = permuted.rows_PL, permuted.prob_P
@@ -202,8 +206,7 @@ class TorchPermutation:
 
 
 class NoPermutation:
-    """Rows have been received in the order of the experts. Where they are to be padded, they are permuted all the same,
-    by the order that they have."""
+    """Rows have been received in the order of the experts."""
 
     def permute(
         self,
@@ -213,14 +216,11 @@ class NoPermutation:
         retain: Retention = KEEP_ALL,
         multiple: int = 1,
     ) -> Permuted:
-        if multiple > 1 and expert_in.capacity is None:
-            return TorchPermutation().permute(expert_in, num_experts, prob_at_activation, retain, multiple)
+        assert multiple == 1 or expert_in.capacity is not None
         prob_P = expert_in.assignments.probs.flatten()
         return Permuted(expert_in.rows_RL, *((prob_P, None) if prob_at_activation else (None, prob_P)))
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
-        if isinstance(permuted.undo, _UndoPermute):
-            return TorchPermutation().unpermute(out_PL, permuted)
         return out_PL if permuted.undo is None else times_prob(out_PL, permuted.undo)
 
 
@@ -254,12 +254,15 @@ class KernelPermutation:
         return Permuted(rows_PL, None, (row_map, prob_RK), rows)
 
     def _rows_and_probs(self, row_map: RowMap, rows_RL: Tensor, prob_RK: Tensor) -> tuple[Tensor, Tensor]:
-        rows_PL, prob_P = self.kernels.permute(rows_RL, row_map, prob_RK)
+        rows_PL, prob_P = self._move(rows_RL, row_map, prob_RK)
         assert prob_P is not None
         return rows_PL, prob_P
 
     def _rows(self, row_map: RowMap, rows_RL: Tensor) -> Tensor:
-        return self.kernels.permute(rows_RL, row_map, None)[0]
+        return self._move(rows_RL, row_map, None)[0]
+
+    def _move(self, rows_RL: Tensor, row_map: RowMap, prob_RK: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.kernels.permute(rows_RL, row_map, prob_RK)
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
         row_map, prob_RK = permuted.undo
@@ -270,6 +273,19 @@ class KernelPermutation:
             return map_padded(expert_in.assignments, num_experts, expert_in.capacity)
         num_rows = sum(aligned(expert_in.rows_per_expert, multiple))
         return self.kernels.map_rows(expert_in.assignments, num_experts, multiple, num_rows)
+
+
+class NarrowingPermutation(KernelPermutation):
+    """The kernel that moves rows narrows them too: their copy along features waits for the first GEMM."""
+
+    def __init__(self, kernels: MoEKernels, cast: Cast, copies: WaitingCopies) -> None:
+        super().__init__(kernels)
+        self.cast, self.copies = cast, copies
+
+    def _move(self, rows_RL: Tensor, row_map: RowMap, prob_RK: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        rows_PL, prob_P, copy = self.kernels.permute_cast(rows_RL, row_map, prob_RK, self.cast)
+        self.copies.put(rows_PL, copy)
+        return rows_PL, prob_P
 
 
 def kernel_activation(kernels: MoEKernels, name: str) -> WeightedActivation:

@@ -32,6 +32,7 @@ from moefold.ops.backends import JOBS, Kernels, resolve
 from moefold.ops.compiled_cache import use_private_compiler_caches
 from moefold.ops.host_probe import HostInfo, probe_host
 from moefold.ops.native.glu import native_activation, native_glu
+from moefold.precision.quantize import Quantized
 
 # A function is compiled for each dtype, with and without gradients, for no row, one row and more: more than torch's
 # eight, and with ``fullgraph`` one too many is an error. Older versions have only a global limit.
@@ -73,6 +74,7 @@ class MoEKernels(Kernels):
 
     map_rows: Callable[..., in_torch.RowMap]
     permute: Callable[..., tuple[Tensor, Tensor | None]]
+    permute_cast: Callable[..., tuple[Tensor, Tensor | None, Quantized]]
     unpermute: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     balance_stats: Callable[..., in_torch.BalanceStats]
@@ -89,6 +91,7 @@ def torch_kernels() -> MoEKernels:
         **_shared(backends.torch_kernels()),
         map_rows=in_torch.map_rows,
         permute=in_torch.permute,
+        permute_cast=in_torch.permute_cast,
         unpermute=in_torch.unpermute,
         route=in_torch.route,
         balance_stats=in_torch.balance_stats,
@@ -101,12 +104,13 @@ MOE_IN_TORCH = torch_kernels()
 def triton_kernels() -> MoEKernels:
     # Only here: triton is an extra.
     from moefold.moe.kernels import load_balancing_triton as balance_triton
-    from moefold.moe.kernels import permute_triton, router_triton, row_map_triton
+    from moefold.moe.kernels import permute_cast_triton, permute_triton, router_triton, row_map_triton
 
     return MoEKernels(
         **_shared(backends.triton_kernels()),
         map_rows=row_map_triton.map_rows,
         permute=permute_triton.permute,
+        permute_cast=permute_cast_triton.permute_cast,
         unpermute=permute_triton.unpermute,
         route=router_triton.route,
         balance_stats=balance_triton.balance_stats,

@@ -9,6 +9,9 @@ matmul as codes and scales, found by the tensor and no longer than that lives:
     W     rowwise for fprop, columnwise for dgrad, once per step (`operands.py`).
 
 Otherwise each copy is made when its matmul needs it, as with backends that have no ``quantize_both``: the same bits.
+
+Where values are those of rowwise codes (rows that were sent to experts as such), the columnwise copy follows from the
+codes (``requantize``), which are half of the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.config.casts import Cast
-from moefold.precision.quantize import Quantized, quantize
+from moefold.precision.quantize import Quantized, dequantize, quantize
 
 
 class BothWays(NamedTuple):
@@ -34,6 +37,14 @@ def quantize_both_reference(x_MK: Tensor, row: Cast, column: Cast, *, seed: int 
     return BothWays(quantize(x_MK, row, seed=seed), quantize(x_MK.mT, column, seed=seed))
 
 
+def requantize_reference(row: Quantized, column: Cast) -> Quantized:
+    """From codes along columns to those along rows, of the transpose: the values that codes stand for, narrowed again.
+
+    Under scales that are powers of two most of them are numbers of the new blocks too; others are rounded once more.
+    """
+    return quantize(dequantize(row).mT, column)
+
+
 def share_a_read(row: Cast | None, column: Cast | None) -> bool:
     """One format and one block of a part of a row. A square block has one copy for both directions, and whole matrices
     and rows no tile that holds them; the columnwise cast alone may be transformed."""
@@ -41,6 +52,11 @@ def share_a_read(row: Cast | None, column: Cast | None) -> bool:
         return False
     same = (row.element, row.block, row.scale) == (column.element, column.block, column.scale)
     return same and not row.hadamard and not row.delayed and not column.delayed
+
+
+def narrows_rows_alone(cast: Cast | None) -> bool:
+    """Scales are those of parts of one row, and nothing is drawn: a row has the same codes wherever it lies."""
+    return cast is not None and share_a_read(cast, cast) and not cast.scales_whole_matrix and cast.rounding == "nearest"
 
 
 def rows_are_whole(cast: Cast, rows_per_expert: Sequence[int], align: int) -> bool:

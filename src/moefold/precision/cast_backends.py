@@ -43,8 +43,16 @@ def _swiglu_both_triton(
     return swiglu_both_triton(gate_up_XG, weight_X, activation, row, column)
 
 
+def _requantize_triton(row: Quantized, column: Cast) -> Quantized:
+    from moefold.precision.cast_kernels.requantize_triton import requantize_triton
+
+    return requantize_triton(row, column)
+
+
 QUANTIZERS: Final = {
     "torch": REFERENCE,
     "native": Quantizers(quantize_native, fake_quantize_native),
-    "triton": Quantizers(_quantize_triton, _fake_quantize_triton, _quantize_both_triton, _swiglu_both_triton),
+    "triton": Quantizers(
+        _quantize_triton, _fake_quantize_triton, _quantize_both_triton, _swiglu_both_triton, _requantize_triton
+    ),
 }

@@ -16,6 +16,7 @@ every matrix has blocks of the whole ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,12 +86,14 @@ def _values(weight: Tensor) -> Tensor:
 
 class Quantizers(NamedTuple):
     """Of the reference, or of another backend. In one pass where that is there: ``quantize_both``, the casts of a
-    matrix and of its transpose; ``activate_both``, a gated activation and both casts of its output."""
+    matrix and of its transpose; ``activate_both``, a gated activation and both casts of its output; ``requantize``, the
+    cast of a transpose from the codes of the matrix."""
 
     quantize: Callable[..., Quantized] = quantize
     fake_quantize: Callable[..., Tensor] = fake_quantize
     quantize_both: Callable[..., BothWays] | None = None
     activate_both: Callable[..., tuple[Tensor, BothWays]] | None = None
+    requantize: Callable[[Quantized, Cast], Quantized] | None = None
 
 
 REFERENCE = Quantizers()
@@ -99,7 +102,8 @@ REFERENCE = Quantizers()
 class NarrowOperands:
     """Of one weight. ``weights`` is shared by all modules of a model, and so is ``inputs``, which keeps them narrow
     (None: they are kept as they are). ``seed`` is of stochastic rounding; ``amaxes`` says whose amax decides the scales
-    of a whole matrix."""
+    of a whole matrix. ``ahead`` has copies for fprop that were made together with the inputs; ``arrives_narrow`` says
+    that inputs are numbers of that cast already, so that their other copy follows from the codes."""
 
     def __init__(
         self,
@@ -109,7 +113,10 @@ class NarrowOperands:
         seed: int = 0,
         inputs: NarrowInputs | None = None,
         amaxes: Amaxes = OWN_AMAXES,
+        ahead: WaitingCopies | None = None,
+        arrives_narrow: bool = False,
     ) -> None:
+        self.ahead, self.arrives_narrow = ahead, arrives_narrow
         self.casts, self.align = recipe.casts, recipe.align
         self.weights, self.quantizers, self.seed, self.amaxes = weights, quantizers, seed, amaxes
         # What is not narrowed, or to bfloat16 without a scale, is kept as it is.
@@ -120,7 +127,9 @@ class NarrowOperands:
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        made = None if self.inputs is None else self.inputs.rowwise(x, self.casts.x_fprop)
+        made = None if self.ahead is None else self.ahead.take(x, self.casts.x_fprop)
+        if made is None and self.inputs is not None:
+            made = self.inputs.rowwise(x, self.casts.x_fprop)
         if made is None:
             rows = x.reshape(-1, x.shape[-1])
             narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x")
@@ -147,6 +156,11 @@ class NarrowOperands:
             return (x,)
         rows = [x[..., 0].numel()] if rows_per_expert is None else rows_per_expert
         both = self._both_ways(x, self.casts.x_fprop, cast, rows_per_expert, x.shape[-1])
+        made = None if self.ahead is None else self.ahead.get(x, self.casts.x_fprop)
+        if made is not None:
+            # One copy is there: the other is made of its codes, or alone.
+            requantize = self.quantizers.requantize if both is not None and self.arrives_narrow else None
+            both = None if requantize is None else partial(_and_columnwise, made, cast, requantize)
         return self.inputs.keep(x, cast, rows, self.quantizers.quantize, both)
 
     def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
@@ -219,6 +233,10 @@ class NarrowOperands:
 
     def _weight(self, weight: Tensor, cast: Cast | None, transposed: bool) -> Tensor:
         return self.weights.narrow(weight, cast, transposed, self.quantizers, self.amaxes)
+
+
+def _and_columnwise(row: Quantized, column: Cast, requantize: Callable[[Quantized, Cast], Quantized]) -> BothWays:
+    return BothWays(row, requantize(row, column))
 
 
 def _sums_in(x: Tensor) -> torch.dtype:

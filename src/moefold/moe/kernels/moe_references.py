@@ -17,11 +17,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.config.casts import Cast
 from moefold.config.moe import RouterConfig
 from moefold.moe.permute import Assignments, flat_experts, gather_probs, gather_rows
 from moefold.moe.topk import TINY, choose_topk, limit_groups, score
 from moefold.ops.fp32_linear import upcast
 from moefold.ops.segments import count_keys, rank_within_key
+from moefold.precision.quantize import Quantized, quantize
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ def permute(x_tL: Tensor, rows: RowMap, prob_tK: Tensor | None = None) -> tuple[
     assignment_P = _assignment_of_row(rows)
     prob_P = None if prob_tK is None else gather_probs(prob_tK, assignment_P)
     return gather_rows(x_tL, assignment_P // rows.row_tK.shape[1]), prob_P
+
+
+def permute_cast(
+    x_tL: Tensor, rows: RowMap, prob_tK: Tensor | None, cast: Cast
+) -> tuple[Tensor, Tensor | None, Quantized]:
+    """The same, and codes and scales of the permuted rows, for a cast that narrows each row by itself."""
+    rows_PL, prob_P = permute(x_tL, rows, prob_tK)
+    return rows_PL, prob_P, quantize(rows_PL.detach(), cast)
 
 
 def unpermute(rows_PL: Tensor, rows: RowMap, prob_tK: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ The same launch zeroes padding rows: after the programs of the t tokens come E m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,12 +116,20 @@ def _scatter_and_dot(
                 tl.store(grad_rows_PL + row * L + column_m, zero_m, mask=column_m < L)
 
 
-def permute(x_tL: Tensor, rows: RowMap, prob_tK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Every permuted row, and its prob where probs are given. Padding rows are zeros."""
+# Tokens, their rows and the probs that go with them, to rows and their probs.
+Scatter = Callable[[Tensor, RowMap, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def permute(
+    x_tL: Tensor, rows: RowMap, prob_tK: Tensor | None = None, scatter: Scatter | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Every permuted row, and its prob where probs are given. Padding rows are zeros. ``scatter``: another kernel that
+    moves them."""
     refuse_wide("permute", x_tL, prob_tK)
+    scatter = _scatter_rows if scatter is None else scatter
     if prob_tK is None:
-        return _Permute.apply(x_tL, rows), None
-    rows_PL, prob_P = _PermuteWithProbs.apply(x_tL, rows, prob_tK)
+        return _Permute.apply(x_tL, rows, scatter), None
+    rows_PL, prob_P = _PermuteWithProbs.apply(x_tL, rows, prob_tK, scatter)
     return rows_PL, prob_P
 
 
@@ -134,25 +143,25 @@ def unpermute(rows_PL: Tensor, rows: RowMap, prob_tK: Tensor | None = None) -> T
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_tL: Tensor, rows: RowMap) -> Tensor:
+    def forward(ctx: Any, x_tL: Tensor, rows: RowMap, scatter: Scatter) -> Tensor:
         ctx.rows = rows
-        return _launch_scatter(x_tL, rows)[0]
+        return scatter(x_tL, rows, None)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _launch_reduce(grads[0], ctx.rows)[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _launch_reduce(grads[0], ctx.rows)[0], None, None
 
 
 class _PermuteWithProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_tL: Tensor, rows: RowMap, prob_tK: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_tL: Tensor, rows: RowMap, prob_tK: Tensor, scatter: Scatter) -> tuple[Tensor, Tensor]:
         ctx.rows = rows
-        return _launch_scatter(x_tL, rows, probs_out=prob_tK)
+        return scatter(x_tL, rows, prob_tK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
         grad_x_tL, grad_prob_tK = _launch_reduce(grads[0], ctx.rows, probs_in=grads[1])
-        return grad_x_tL, None, grad_prob_tK
+        return grad_x_tL, None, grad_prob_tK, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -180,6 +189,10 @@ class _UnpermuteWeighted(torch.autograd.Function):
             return _launch_scatter(grads[0], ctx.rows, weigh=prob_tK)[0], None, None
         grad_rows_PL, grad_prob_tK = _launch_scatter_and_dot(grads[0], rows_PL, prob_tK, ctx.rows)
         return grad_rows_PL, None, grad_prob_tK
+
+
+def _scatter_rows(x_tL: Tensor, rows: RowMap, prob_tK: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _launch_scatter(x_tL, rows, probs_out=prob_tK)
 
 
 def _launch_scatter(

@@ -89,14 +89,26 @@ def narrow_both(
     place = (stack * M + m[:, None]) * num_c + c[None, :]
     tl.store(row_scales + place, stored.to(row_scales.dtype.element_ty), mask=(m[:, None] < M) & (c[None, :] < num_c))
 
-    turned = along_rows(tile, HADAMARD)
-    code, stored, _ = cast_tile(turned, column_amax, seed, ELEMENT, RULE, 1, C, COLUMN_STOCHASTIC)
+    narrow_columns(
+        tile, column_amax, column_codes, column_scales, seed, S, m, k, M, K, ELEMENT, RULE, C, COLUMN_STOCHASTIC,
+        HADAMARD, SIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def narrow_columns(
+    tile, amax, codes, scales, seed, S, m, k, M, K,
+    ELEMENT: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr, STOCHASTIC: tl.constexpr, HADAMARD: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """The columnwise copy alone."""
+    stack, blocks = S.to(tl.int64), tl.arange(0, SIDE // C)
+    code, stored, _ = cast_tile(along_rows(tile, HADAMARD), amax, seed, ELEMENT, RULE, 1, C, STOCHASTIC)
     inside = (k[:, None] < K) & (m[None, :] < M)
-    tl.store(column_codes + stack * M * K + m[None, :] * K + k[:, None], code, mask=inside)
+    tl.store(codes + stack * M * K + m[None, :] * K + k[:, None], code, mask=inside)
     c, num_c = tl.program_id(0) * (SIDE // C) + blocks, tl.cdiv(M, C)
     place = (stack * num_c + c[None, :]) * K + k[:, None]
-    kept = (k[:, None] < K) & (c[None, :] < num_c)
-    tl.store(column_scales + place, stored.to(column_scales.dtype.element_ty), mask=kept)
+    tl.store(scales + place, stored.to(scales.dtype.element_ty), mask=(k[:, None] < K) & (c[None, :] < num_c))
 
 
 @triton.jit
