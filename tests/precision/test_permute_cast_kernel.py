@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.body.model_inputs import batch_of, fill
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
@@ -35,10 +35,12 @@ from moefold.moe.kernels.moe_references import RowMap, map_padded, map_rows
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.ops.kernels.interpret import interpreting
 from moefold.precision import cast_backends
-from moefold.precision.both_directions import quantize_both_reference, requantize_reference
+from moefold.precision.amax import OWN_AMAXES
+from moefold.precision.both_directions import WaitingCopies, quantize_both_reference, requantize_reference
 from moefold.precision.cast_kernels.narrow_numbers_triton import cast_tile
-from moefold.precision.operands import REFERENCE, Quantizers
-from moefold.precision.quantize import Quantized
+from moefold.precision.narrow_inputs import NarrowInputs
+from moefold.precision.operands import REFERENCE, NarrowOperands, NarrowWeights, Quantizers
+from moefold.precision.quantize import Quantized, fake_quantize, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -337,6 +339,24 @@ def test_the_kernels_in_experts(name: str) -> None:
         wanted, _ = step_of_training(changes, "torch", kernels, layers=1, seq_len=12)
         found, used = step_of_training(changes, "triton", kernels, layers=1, seq_len=12)
     assert used and all(isinstance(each, NarrowingPermutation) for each in used) and same(found, wanted)
+
+
+@pytest.mark.parametrize(("rows_per_expert", "calls"), [([128, 0, 256], 1), ([128, 16, 240], 0), ([0, 0, 0], 0)])
+def test_blocks_of_128_rows_are_made_of_codes_where_rows_fill_them(rows_per_expert: list[int], calls: int) -> None:
+    steps, recipe, kept, read = Steps(), PRECISION_RECIPES["fp8_blockwise"], [], []
+    cast, weight = ROW_CASTS["fp8_blockwise"], nn.Parameter(torch.randn(3, 16, 40))
+    for ahead in (None, WaitingCopies()):
+        x = fake_quantize(torch.randn(sum(rows_per_expert), 40, generator=torch.Generator().manual_seed(1)), cast)
+        operands = NarrowOperands(
+            recipe, NarrowWeights(), steps.quantizers(), 0, NarrowInputs(), OWN_AMAXES, ahead, True
+        )
+        if ahead is not None:
+            ahead.put(x, quantize(x, cast))
+        kept.append(operands.keep(x, rows_per_expert))
+        read.append(operands.fprop(x, weight, rows_per_expert)[0])
+        # It waits no longer.
+        assert ahead is None or ahead.get(x, cast) is None
+    assert same(list(kept[0]), list(kept[1])) and torch.equal(*read) and steps.calls["requantize"] == calls
 
 
 def _next_scale(row: Quantized, column: Cast) -> Quantized:

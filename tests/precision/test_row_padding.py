@@ -6,16 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import moefold
+from moefold.config.moe import MoEConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES, RecipeName
 from moefold.moe import grouped_experts
 from moefold.moe.dispatch.base import ExpertInput, LocalDispatcher, Routing
 from moefold.moe.dispatch.padded_routing import PaddedRouting, pad_routing, pad_routing_reference
-from moefold.moe.grouped_experts import KernelPermutation, TorchPermutation
+from moefold.moe.experts import ExpertWeights
+from moefold.moe.grouped_experts import (
+    GroupedExperts,
+    KernelPermutation,
+    Permuted,
+    TorchPermutation,
+    torch_activation,
+)
 from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.permute import count_assignments, group_aligned, group_by_expert_reference
+from moefold.nn.matmul_policy import ParameterMatmul, sequential
 
 TRAINED: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
 
@@ -94,6 +103,34 @@ def test_every_permutation_pads_with_zeros_and_reads_nothing_back(name: str, at_
     plain = permutation.permute(expert_in, 6, at_activation)
     assert torch.equal(plain.rows_PL, permuted.rows_PL[~is_pad])
     assert torch.equal(permutation.unpermute(plain.rows_PL, plain), outputs[0][0])
+
+
+class Padding(TorchPermutation):
+    """Of which multiple rows were padded to."""
+
+    def __init__(self) -> None:
+        self.multiples: list[int] = []
+
+    def permute(self, *args: Any) -> Permuted:
+        self.multiples.append(args[-1])
+        return super().permute(*args)
+
+
+def test_rows_received_by_expert_are_permuted_to_be_padded() -> None:
+    """By the experts' own permutation; otherwise they are taken as they are."""
+    moe = MoEConfig(num_experts=6, top_k=3, expert_hidden_dim=4)
+    generator, expert_in, permutation, found = torch.Generator().manual_seed(1), inputs_of(True), Padding(), []
+    shapes = ((6, 2, 4, 8), (6, 8, 4))
+    gate_up, down = (nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
+    for multiple in (1, 16):
+        matmul = ParameterMatmul()
+        experts = GroupedExperts(moe, matmul, sequential, permutation, torch_activation("swiglu"))
+        experts.multiple = multiple
+        out = experts(expert_in, ExpertWeights(gate_up, down, None, None, 1.0))
+        found.append((out, *torch.autograd.grad(out.square().sum(), (expert_in.rows_RL, gate_up, down))))
+    assert permutation.multiples == [16]
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 class Recorder:

@@ -74,10 +74,11 @@ class MoEKernels(Kernels):
 
     map_rows: Callable[..., in_torch.RowMap]
     permute: Callable[..., tuple[Tensor, Tensor | None]]
-    permute_cast: Callable[..., tuple[Tensor, Tensor | None, Quantized]]
     unpermute: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     balance_stats: Callable[..., in_torch.BalanceStats]
+    # Used where casts are kernels as well (``kernels.casts: triton``).
+    permute_cast: Callable[..., tuple[Tensor, Tensor | None, Quantized]] = in_torch.permute_cast
     # None is the router's own, which shares its scores.
     balance_term: BalanceTerm | None = None
 
@@ -91,7 +92,6 @@ def torch_kernels() -> MoEKernels:
         **_shared(backends.torch_kernels()),
         map_rows=in_torch.map_rows,
         permute=in_torch.permute,
-        permute_cast=in_torch.permute_cast,
         unpermute=in_torch.unpermute,
         route=in_torch.route,
         balance_stats=in_torch.balance_stats,
