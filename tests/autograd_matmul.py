@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.nn.matmul_policy import GroupedMatmul
+from moefold.nn.matmul_kernels import GroupedMatmul
 from moefold.parallel import parallelize
 
 

@@ -18,7 +18,8 @@ from moefold.moe.experts import Experts
 from moefold.moe.grouped_experts import GroupedExperts, KernelPermutation, kernel_activation
 from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.nn import grouped_deepgemm
-from moefold.nn.matmul_policy import ParameterMatmul, grouped
+from moefold.nn.matmul_kernels import grouped
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.ops.activations import ACTIVATIONS
 
 CONFIG = MoEConfig(num_experts=4, expert_hidden_dim=8)

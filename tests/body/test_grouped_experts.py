@@ -22,7 +22,8 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import torch_kernels, triton_kernels
-from moefold.nn.matmul_policy import ParameterMatmul, sequential
+from moefold.nn.matmul_kernels import sequential
+from moefold.nn.matmul_policy import ParameterMatmul
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3
 

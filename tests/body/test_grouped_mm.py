@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.nn.matmul_policy import GROUPED_MATMULS, grouped, sequential
+from moefold.nn.matmul_kernels import GROUPED_MATMULS, grouped, sequential
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0]]
 

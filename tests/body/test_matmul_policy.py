@@ -24,7 +24,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.nn.layers import FeedForward
-from moefold.nn.matmul_policy import GROUPED_MATMULS, MatmulPolicy, ParameterMatmul, WeightGradQueue
+from moefold.nn.matmul_kernels import GROUPED_MATMULS
+from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul, WeightGradQueue
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import objective_of
 from moefold.pipeline.runtime import run_schedule

@@ -18,7 +18,8 @@ from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.moe.topk import capacity_of
 from moefold.nn.batch import whole_batch
-from moefold.nn.matmul_policy import ParameterMatmul, grouped
+from moefold.nn.matmul_kernels import grouped
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH, TOKENS, SHARDS = 16, 24, 3

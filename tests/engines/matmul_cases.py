@@ -7,13 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moefold.nn.matmul_policy import (
-    ENGINE_MATMULS,
-    GroupedMatmul,
-    ParameterMatmul,
-    WeightGradQueue,
-    sequential,
-)
+from moefold.nn.matmul_kernels import ENGINE_MATMULS, GroupedMatmul, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 
 # Experts without rows, with one row, with whole blocks, and with more than one block.
 COUNTS = {"ragged": [3, 0, 129, 1], "aligned": [128, 0, 256, 128], "none": [0, 0, 0, 0]}

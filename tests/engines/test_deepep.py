@@ -26,7 +26,8 @@ from moefold.moe.dispatch.deepep import BufferExchange
 from moefold.moe.dispatch.handle_exchange import HandleDispatcher
 from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import ExpertWeights
-from moefold.nn.matmul_policy import ParameterMatmul, sequential
+from moefold.nn.matmul_kernels import sequential
+from moefold.nn.matmul_policy import ParameterMatmul
 
 
 def make(group: Group) -> HandleDispatcher:

@@ -14,7 +14,8 @@ from moefold.errors import BackendError
 from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.grouped_experts import GroupedExperts, TorchPermutation, TransformerEnginePermutation, torch_activation
-from moefold.nn.matmul_policy import ParameterMatmul, sequential
+from moefold.nn.matmul_kernels import sequential
+from moefold.nn.matmul_policy import ParameterMatmul
 
 ROWS, DIM, EXPERTS, CHOICES = 7, 4, 4, 3
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moefold.config.precision import AmaxComputeAlgo
 from moefold.config.precision_recipes import PRECISION_RECIPES
-from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, sequential
+from moefold.nn.matmul_kernels import sequential
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 from moefold.precision.amax import OWN_AMAXES
 from moefold.precision.amax_history import OPERANDS, AmaxHistory, DelayedAmaxes
 from moefold.precision.cast_backends import QUANTIZERS

@@ -22,7 +22,8 @@ from tests.precision.cast_draws import assert_same, draw
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES, RecipeName
-from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped
+from moefold.nn.matmul_kernels import grouped
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 from moefold.ops.kernels.interpret import interpreting
 from moefold.precision import operands
 from moefold.precision.amax import SharedAmaxes

@@ -20,7 +20,8 @@ from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.narrow_modules import narrow_modules
-from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
+from moefold.nn.matmul_kernels import grouped, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, retention_for
 from moefold.ops.padded_runs import move_rows
 from moefold.plan.memory.layer_activations import kept_by

@@ -14,7 +14,8 @@ import moefold
 from moefold.blueprint.narrow_matmuls import matmuls
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, PrecisionRecipe, RecipeName
-from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
+from moefold.nn.matmul_kernels import grouped, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 from moefold.ops.padded_runs import move_rows
 from moefold.precision.amax import SharedAmaxes, amax_of
 from moefold.precision.amax_history import AmaxHistory

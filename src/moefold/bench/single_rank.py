@@ -26,7 +26,8 @@ from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.matmul_policy import GROUPED_MATMULS, ParameterMatmul
+from moefold.nn.matmul_kernels import GROUPED_MATMULS
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.optim.optimizer import clip_gradients, grad_norm_of
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.parallel.param_shards import finish_gradients

@@ -13,7 +13,8 @@ from moefold.moe.grouped_experts import (
     kernel_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
-from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
+from moefold.nn.matmul_kernels import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul
+from moefold.nn.matmul_policy import MatmulPolicy, WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.engines import load_engine
 

@@ -41,7 +41,8 @@ from moefold.moe.permute import (
     unpermute_rows,
 )
 from moefold.nn.low_rank import add_low_rank_grouped
-from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
+from moefold.nn.matmul_kernels import GroupedMatmul
+from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import weighted_activation
 from moefold.ops.padded_runs import aligned

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.parameters import ParameterSpec
-from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy, sequential
+from moefold.nn.matmul_kernels import GroupedMatmul, sequential
+from moefold.nn.matmul_policy import MatmulPolicy
 
 
 def add_low_rank(

@@ -1,8 +1,7 @@
 """How a weight multiplies its input: the interface behind every large matmul of the model.
 
 The weight is stored in its own dtype; the matmul is computed in the dtype of the input, or in the narrow formats of a
-precision recipe (`precision/operands.py`). ``LinearKernels`` are the three matmuls of a linear layer: torch's, or
-another library's.
+precision recipe (`precision/operands.py`). The matmuls themselves are those of `matmul_kernels.py`.
 
 ``ParameterMatmul`` saves the parameter and the input, and casts the weight again in backward: autograd would save the
 cast, one more copy of all weights for every microbatch in flight. Its backward has two halves. The gradient of the
@@ -12,11 +11,6 @@ need is kept by reference, so a recomputed input is recomputed once.
 
 Where gradients are collected in one wide buffer (flat sharding), a weight gradient is added to it as it is computed
 (``accumulate_weight_grad``, gradient accumulation fusion), and autograd gets none.
-
-Experts use a grouped GEMM, one matrix per expert applied to that expert's rows: P rows sorted by expert, X dim in, Y
-dim out. ``sequential`` is the reference, one matmul per expert in any dtype. ``grouped`` is one call for all experts
-and needs no row count on the host. Both leave a zero gradient for an expert without rows, and stay connected to rows
-and weights when there are no rows at all: another rank may be waiting for this rank's part of the backward pass.
 """
 
 from __future__ import annotations
@@ -25,99 +19,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from moefold.nn.grouped_deepgemm import deepgemm, deepgemm_weight_grad
-from moefold.nn.grouped_mxfp8 import mxfp8
-from moefold.nn.te_matmul import (
-    te_grouped,
-    te_grouped_weight_grad,
-    te_linear,
-    te_linear_input_grad,
-    te_linear_weight_grad,
+from moefold.nn.matmul_kernels import (
+    LINEAR_KERNELS,
+    TORCH_LINEAR,
+    GroupedKernels,
+    GroupedMaker,
+    GroupedMatmul,
+    LinearKernels,
+    grouped_kernels,
 )
 from moefold.ops.engines import load_engine
 from moefold.precision.operands import WIDE, Operands
-
-# rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
-GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
-# grad_PY, rows_PX, rows per expert on the device and on the host, to [e, Y, X].
-GroupedWeightGrad = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
-
-
-def sequential(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
-    parts = rows_PX.split(rows_per_expert_e.tolist() if host is None else host)
-    return torch.cat([part @ weight.t() for part, weight in zip(parts, weight_eYX.unbind(), strict=True)])
-
-
-def grouped(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
-    """torch's grouped GEMM: float32 and narrower, and rows of X and Y entries that fill a multiple of 16 bytes."""
-    ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(rows_PX, weight_eYX.transpose(-2, -1), offs=ends_e)
-
-
-def sequential_weight_grad(
-    grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
-) -> Tensor:
-    sizes = rows_per_expert_e.tolist() if host is None else host
-    pairs = zip(grad_PY.split(sizes), rows_PX.split(sizes), strict=True)
-    return torch.stack([grad.t() @ rows for grad, rows in pairs])
-
-
-def torch_grouped_weight_grad(
-    grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
-) -> Tensor:
-    ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(grad_PY.t(), rows_PX, offs=ends_e)
-
-
-def grouped_weight_grad(
-    matmul: GroupedMatmul, grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
-) -> Tensor:
-    """[e, Y, X]: each expert's weight gradient, from its rows and their outputs' gradients."""
-    return WEIGHT_GRADS[matmul](grad_PY, rows_PX, rows_per_expert_e, host)
-
-
-GROUPED_MATMULS: dict[str, GroupedMatmul] = {"sequential": sequential, "grouped": grouped}
-# Of other libraries, imported when first called: on GPUs, and not in tests that run every grouped GEMM.
-ENGINE_MATMULS: dict[str, GroupedMatmul] = {"deepgemm": deepgemm, "mxfp8": mxfp8, "transformer_engine": te_grouped}
-WEIGHT_GRADS: dict[GroupedMatmul, GroupedWeightGrad] = {
-    sequential: sequential_weight_grad,
-    grouped: torch_grouped_weight_grad,
-    deepgemm: deepgemm_weight_grad,
-    # torchao computes it in bfloat16 too (``wgrad_with_hp``).
-    mxfp8: torch_grouped_weight_grad,
-    te_grouped: te_grouped_weight_grad,
-}
-
-
-class LinearKernels(NamedTuple):
-    """The three matmuls of a linear layer; a weight is [Y, X], all other dims are rows."""
-
-    forward: Callable[[Tensor, Tensor], Tensor]
-    # Of the gradient of the output and the weight; of the gradient of the output and the input.
-    input_grad: Callable[[Tensor, Tensor], Tensor]
-    weight_grad: Callable[[Tensor, Tensor], Tensor]
-
-
-def _torch_input_grad(grad: Tensor, weight_YX: Tensor) -> Tensor:
-    return grad @ weight_YX
-
-
-def _torch_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-TORCH_LINEAR = LinearKernels(F.linear, _torch_input_grad, _torch_weight_grad)
-# By name (``kernels.linear``).
-LINEAR_KERNELS: dict[str, LinearKernels] = {
-    "torch": TORCH_LINEAR,
-    "transformer_engine": LinearKernels(te_linear, te_linear_input_grad, te_linear_weight_grad),
-}
 
 
 class MatmulPolicy(Protocol):
@@ -204,15 +121,15 @@ def _accumulate(weight: nn.Parameter, gradient: Tensor | None) -> None:
         weight.grad.add_(gradient)
 
 
-def accumulate_weight_grad(weight: nn.Parameter, grad: Tensor, x: Tensor, kernels: LinearKernels) -> None:
-    """``weight.grad += grad^T x``, into a gradient that may be wider than the product.
+def accumulate_weight_grad(weight: nn.Parameter, grad: Any, x: Any, kernels: LinearKernels) -> None:
+    """``weight.grad += grad^T x``, into a gradient that may be wider than the product. Operands are the kernels'.
 
     On GPUs torch's GEMM adds to its output in float32, so that neither a product nor a cast of it is stored. On CPUs
     the product is rounded to its own dtype first and cast entry by entry as it is added: the bits of the usual way.
     """
     assert weight.grad is not None
-    narrow = grad.dtype in (torch.bfloat16, torch.float16) and weight.grad.dtype == torch.float32
-    if kernels is TORCH_LINEAR and grad.device.type == "cuda" and narrow:
+    wide = weight.grad.dtype == torch.float32
+    if kernels is TORCH_LINEAR and grad.is_cuda and grad.dtype in (torch.bfloat16, torch.float16) and wide:
         out_YX = weight.grad.view(-1, weight.shape[-1])
         rows = grad.flatten(0, -2).t(), x.flatten(0, -2)
         torch.ops.aten.addmm.dtype_out(out_YX, *rows, torch.float32, out=out_YX)
@@ -223,7 +140,8 @@ def accumulate_weight_grad(weight: nn.Parameter, grad: Tensor, x: Tensor, kernel
 class ParameterMatmul:
     """``weight_grads``: where a schedule defers weight gradients to. ``in_place``: a weight that has a gradient already
     is added to at once, and not by autograd, whose hooks for accumulated gradients do not run then. ``operands``: what
-    the matmuls get of inputs, gradients and weights."""
+    the matmuls get of inputs, gradients and weights. ``grouped``: makes the matmuls of experts of their grouped GEMM.
+    """
 
     def __init__(
         self,
@@ -231,8 +149,10 @@ class ParameterMatmul:
         linear: LinearKernels = TORCH_LINEAR,
         in_place: bool = False,
         operands: Operands = WIDE,
+        grouped: GroupedMaker = grouped_kernels,
     ) -> None:
         self.weight_grads, self.kernels, self.in_place, self.operands = weight_grads, linear, in_place, operands
+        self.grouped_kernels = grouped
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight, *self._saved(x, weight, None))
@@ -245,10 +165,10 @@ class ParameterMatmul:
     ) -> Tensor:
         # Where blocks, scales and padding follow the rows of an expert, the host must know them.
         host = rows_per_expert_e.tolist() if host is None and self.operands is not WIDE else host
-        kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e, *self._saved(rows, weight, host))
+        kept: Tensor = _Keep.apply(rows, weight, *self._saved(rows, weight, host))
         fprop = partial(self.operands.fprop, rows, weight, host)
-        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self, fprop)
-        return _Grouped.apply(kept, weight, *more)
+        kernels = self.grouped_kernels(matmul, rows_per_expert_e, host)
+        return _Grouped.apply(kept, weight, kept.grad_fn, rows.requires_grad, host, kernels, self, fprop)
 
     def _saved(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None) -> tuple[Tensor, ...]:
         """A frozen weight has no gradient, for which alone the input is needed."""
@@ -258,7 +178,10 @@ class ParameterMatmul:
 
     def with_operands(self, operands: Operands) -> ParameterMatmul:
         """The same for a module whose matmuls have other operands."""
-        return ParameterMatmul(self.weight_grads, self.kernels, self.in_place, operands)
+        return ParameterMatmul(self.weight_grads, self.kernels, self.in_place, operands, self.grouped_kernels)
+
+    def with_kernels(self, linear: LinearKernels, grouped: GroupedMaker) -> ParameterMatmul:
+        return ParameterMatmul(self.weight_grads, linear, self.in_place, self.operands, grouped)
 
     def adds_to(self, weight: Tensor) -> bool:
         """Whether a gradient of this weight is added in place."""
@@ -303,7 +226,8 @@ class _Linear(torch.autograd.Function):
         """
         ctx.weight, ctx.keeper, ctx.passes_on, ctx.policy = weight, keeper, passes_on, policy
         x_in, weight_in = fprop()
-        return policy.kernels.forward(x_in, weight_in.flatten(0, -2)).to(x.dtype)
+        y = policy.kernels.forward(x_in, weight_in).to(x.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,7 +244,8 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.passes_on:
             grad_in, weight_in = policy.operands.dgrad(grad, weight)
-            dx = kernels.input_grad(grad_in, weight_in.flatten(0, -2)).to(grad.dtype)
+            dx = kernels.input_grad(grad_in, weight_in).to(grad.dtype)
+            dx = dx.view(*grad.shape[:-1], dx.shape[-1])
         return dx, _now_or_later(ctx, weight, weight_gradient), *[None] * 4
 
 
@@ -332,39 +257,24 @@ class _Grouped(torch.autograd.Function):
         weight: Tensor,
         keeper: Any,
         passes_on: bool,
-        rows_per_expert_e: Tensor,
         host: list[int] | None,
-        matmul: GroupedMatmul,
+        kernels: GroupedKernels,
         policy: ParameterMatmul,
-        fprop: Callable[[], tuple[Tensor, Tensor]],
+        fprop: Callable[[], tuple[Any, Any]],
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
-        ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
-        # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
-        ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
-        rows_in, weight_in = fprop()
-        weight_eYX = weight_in.flatten(1, -2)
-        if ends_e is not None:
-            return F.grouped_mm(rows_in, weight_eYX.transpose(1, 2), offs=ends_e).to(rows.dtype)
-        return matmul(rows_in, weight_eYX, rows_per_expert_e, host).to(rows.dtype)
+        ctx.host, ctx.kernels, ctx.policy = host, kernels, policy
+        return kernels.forward(*fprop()).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows_per_expert_e, *kept = ctx.keeper.saved_tensors
-        weight, host, matmul, policy = ctx.weight, ctx.host, ctx.matmul, ctx.policy
+        kept, weight, host, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.host, ctx.policy
+        kernels: GroupedKernels = ctx.kernels
         grad = grad.contiguous()
 
-        ends_e = ctx.ends_e
-
         def weight_gradient() -> Tensor | None:
-            grad_in, rows_in, padded = policy.operands.wgrad(grad, tuple(kept), host)
-            if padded is not host:
-                counts_e = torch.tensor(padded, device=rows_per_expert_e.device)
-                gradient = grouped_weight_grad(matmul, grad_in, rows_in, counts_e, padded).view(weight.shape)
-            elif ends_e is not None:
-                gradient = F.grouped_mm(grad_in.t(), rows_in, offs=ends_e).view(weight.shape)
-            else:
-                gradient = grouped_weight_grad(matmul, grad_in, rows_in, rows_per_expert_e, host).view(weight.shape)
+            grad_in, rows_in, padded = policy.operands.wgrad(grad, kept, host)
+            gradient = kernels.weight_grad(grad_in, rows_in, None if padded is host else padded).view(weight.shape)
             if not policy.adds_to(weight):
                 return gradient
             weight.grad.add_(gradient)
@@ -372,13 +282,8 @@ class _Grouped(torch.autograd.Function):
 
         drows = None
         if ctx.passes_on:
-            grad_in, weight_in = policy.operands.dgrad(grad, weight, host)
-            weight_eYX = weight_in.flatten(1, -2)
-            if ends_e is not None:
-                drows = F.grouped_mm(grad_in, weight_eYX, offs=ends_e).to(grad.dtype)
-            else:
-                drows = matmul(grad_in, weight_eYX.transpose(1, 2), rows_per_expert_e, host).to(grad.dtype)
-        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 7
+            drows = kernels.input_grad(*policy.operands.dgrad(grad, weight, host)).to(grad.dtype)
+        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
 
 
 def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:

@@ -29,13 +29,13 @@ _NAME = "transformer_engine_gemm"
 # ---- linear ----
 
 
-def te_linear(x: Tensor, weight_YX: Tensor) -> Tensor:
-    out: Tensor = _gemm(weight_YX, x.flatten(0, -2), "TN", "kernels.linear: transformer_engine")
+def te_linear(x: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = _gemm(weight.flatten(0, -2), x.flatten(0, -2), "TN", "kernels.linear: transformer_engine")
     return out.unflatten(0, x.shape[:-1])
 
 
-def te_linear_input_grad(grad: Tensor, weight_YX: Tensor) -> Tensor:
-    out: Tensor = _gemm(weight_YX, grad.flatten(0, -2), "NN", "kernels.linear: transformer_engine")
+def te_linear_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    out: Tensor = _gemm(weight.flatten(0, -2), grad.flatten(0, -2), "NN", "kernels.linear: transformer_engine")
     return out.unflatten(0, grad.shape[:-1])
 
 

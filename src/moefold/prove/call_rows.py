@@ -28,7 +28,8 @@ from moefold.moe.experts import ExpertBackend, Experts, ExpertWeights
 from moefold.moe.permute import count_assignments
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, Linear
-from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
+from moefold.nn.matmul_kernels import GroupedMatmul
+from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.plan.dispatch_choice import dispatcher_in_use
 
 
