@@ -442,6 +442,47 @@ CASES = [
         "kernels.casts",
     ),
     (
+        narrow_recipes.narrow_gemms_get_codes,
+        narrowed(kernels=KernelsConfig(narrow_gemm="scaled_mm")),
+        narrowed(kernels=KernelsConfig(narrow_gemm="scaled_mm"), precision=PrecisionConfig(recipe="bf16")),
+        "kernels.narrow_gemm",
+    ),
+    (
+        narrow_recipes.narrow_gemms_know_the_scales,
+        narrowed(kernels=KernelsConfig(narrow_gemm="transformer_engine")),
+        narrowed(
+            kernels=KernelsConfig(narrow_gemm="transformer_engine"), precision=PrecisionConfig(recipe="fp8_rowwise")
+        ),
+        "kernels.narrow_gemm",
+    ),
+    (
+        narrow_recipes.narrow_gemms_know_the_scales,
+        narrowed(precision=PrecisionConfig(recipe="fp8_tensor", down_input="per_token")),
+        narrowed(
+            kernels=KernelsConfig(narrow_gemm="scaled_mm"),
+            precision=PrecisionConfig(recipe="fp8_tensor", down_input="per_token"),
+        ),
+        "precision.down_input",
+    ),
+    (
+        narrow_recipes.narrow_gemms_have_a_format_of_products,
+        narrowed(
+            kernels=KernelsConfig(narrow_gemm="transformer_engine"),
+            precision=PrecisionConfig(recipe="mxfp8", compute="bfloat16"),
+        ),
+        narrowed(
+            kernels=KernelsConfig(narrow_gemm="scaled_mm"),
+            precision=PrecisionConfig(recipe="mxfp8", compute="float64"),
+        ),
+        "kernels.narrow_gemm",
+    ),
+    (
+        narrow_recipes.narrow_gemms_have_whole_groups,
+        narrowed(kernels=KernelsConfig(narrow_gemm="scaled_mm", row_padding="permute")),
+        narrowed(kernels=KernelsConfig(narrow_gemm="scaled_mm")),
+        "kernels.row_padding",
+    ),
+    (
         narrow_recipes.down_inputs_are_of_fp8,
         narrowed(precision=PrecisionConfig(recipe="fp8_tensor", down_input="per_token")),
         narrowed(precision=PrecisionConfig(recipe="nvfp4", down_input="per_token")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+from tests.engines.fake_te_storage import DType, Storage
 from tests.engines.rank_threads import require
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def general_grouped_gemm(
     require(len(A) == len(B) == len(quantization_params) > 0, "as many weights as inputs")
     require(m_splits is not None and all(type(size) is int for size in m_splits), "row counts must be on the host")
     assert m_splits is not None
-    require([len(each) for each in B] == m_splits, "row counts and inputs differ")
+    require([len(_values(each)) for each in B] == m_splits, "row counts and inputs differ")
     require(out[0].dtype == out_dtype, "outputs have another dtype")
     if single_output:
         require(len(out) == 1 and out[0].is_contiguous() and len(out[0]) == sum(m_splits), "one output for all rows")
@@ -64,8 +65,18 @@ def general_grouped_gemm(
     return out, None, None
 
 
-def _product(a: Tensor, b: Tensor, layout: str) -> Tensor:
+def _values(operand: Tensor | Storage) -> Tensor:
+    return operand.values() if isinstance(operand, Storage) else operand
+
+
+def _product(a: Tensor | Storage, b: Tensor | Storage, layout: str) -> Tensor:
     require(layout in LAYOUTS, f"no layout {layout}")
+    if isinstance(a, Storage) or isinstance(b, Storage):
+        require(layout == "TN", "rowwise halves are multiplied by TN")
+        require(isinstance(a, Storage) and isinstance(b, Storage), "both operands are narrow, or none")
+        narrow, wide = _values(a), _values(b)
+        require(narrow.shape[1] == wide.shape[1] and narrow.shape[1] % 16 == 0, "K in multiples of 16")
+        return wide @ narrow.t()
     require(a.is_contiguous() and b.is_contiguous(), "an operand is read as if it were contiguous")
     require(a.dtype == b.dtype and a.dtype in DTYPES, "operands must be of one dtype of 16 bits")
     require(a.dim() == b.dim() == 2, "operands must be matrices")
@@ -77,5 +88,5 @@ def _product(a: Tensor, b: Tensor, layout: str) -> Tensor:
 
 def fake_te_gemm() -> ModuleType:
     module = ModuleType("transformer_engine.pytorch.cpp_extensions")
-    module.__dict__.update({"general_gemm": general_gemm, "general_grouped_gemm": general_grouped_gemm})
+    module.__dict__.update({"general_gemm": general_gemm, "general_grouped_gemm": general_grouped_gemm, "DType": DType})
     return module

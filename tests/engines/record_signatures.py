@@ -66,6 +66,7 @@ _FLASH_2, _FLASH_4 = ("flash_attn/flash_attn_interface.py",), ("flash_attn/cute/
 _FLASH_3, _FLASH_URL = ("hopper/flash_attn_interface.py",), "https://github.com/Dao-AILab/flash-attention"
 # Of a wheel.
 _METADATA = "METADATA"
+_TE_STORAGE = "transformer_engine/pytorch/tensor/storage"
 _TE_GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py",)
 SOURCES = {
     "deepep": Source(
@@ -116,6 +117,20 @@ SOURCES = {
         (("build_tools/VERSION.txt",), r"([\d.]+\d)"),
         python={_TE_GEMM: ("general_gemm", "general_grouped_gemm")},
         module=_TE_GEMM,
+    ),
+    "transformer_engine_storage": Source(
+        "https://github.com/NVIDIA/TransformerEngine",
+        (("build_tools/VERSION.txt",), r"([\d.]+\d)"),
+        python={
+            (f"{_TE_STORAGE}/{name}_storage.py",): (f"{kind}Storage.__new__",)
+            for name, kind in (
+                ("float8_tensor", "Float8Tensor"),
+                ("float8_blockwise_tensor", "Float8BlockwiseQTensor"),
+                ("mxfp8_tensor", "MXFP8Tensor"),
+                ("nvfp4_tensor", "NVFP4Tensor"),
+            )
+        },
+        module=(f"{_TE_STORAGE}/__init__.py",),
     ),
     "flash_attn_2": Source(
         _FLASH_URL,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines import fake_deepgemm, fake_te_gemm, test_transformer_engine
+from tests.engines import fake_deepgemm, fake_te_gemm, fake_te_storage, test_transformer_engine
 from tests.engines.fake_deepep import Buffer
 from tests.engines.fake_deepep_elastic import ElasticBuffer
 from tests.engines.fake_symm_mem import FakeSymmetricMemory
@@ -41,12 +41,12 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """A file, the signatures that its calls must fit, and what its names for the library's objects stand for.
+    """Files, the signatures that their calls must fit, and what names for the library's objects stand for.
 
     `buffer.dispatch` with {"buffer": "Buffer"} is Buffer.dispatch; an empty name is the module itself.
     """
 
-    file: str
+    files: tuple[str, ...]
     recorded: tuple[str, ...]
     objects: dict[str, str]
     # Objects whose attributes are read, and their classes.
@@ -55,28 +55,34 @@ class Adapter:
 
 ADAPTERS = {
     "deepep": Adapter(
-        "moe/dispatch/deepep.py",
+        ("moe/dispatch/deepep.py",),
         ("deepep-1.2.1", "deepep-2.1.0"),
         {"library": "", "buffer": "Buffer", "config": "Config"},
         {},
     ),
     "deepep_elastic": Adapter(
-        "moe/dispatch/deepep_elastic.py",
+        ("moe/dispatch/deepep_elastic.py",),
         ("deepep_elastic-2.1.0",),
         {"library": "", "buffer": "ElasticBuffer"},
         {"handle": "EPHandle"},
     ),
-    "deepgemm": Adapter("nn/grouped_deepgemm.py", ("deepgemm-2.6.1",), {"library": ""}, {}),
-    "mxfp8": Adapter("nn/grouped_mxfp8.py", ("mxfp8-0.18.0", "mxfp8-0.19.0"), {"library": ""}, {}),
-    "transformer_engine": Adapter("moe/grouped_experts.py", ("transformer_engine-2.18.0",), {"library": ""}, {}),
+    "deepgemm": Adapter(("nn/grouped_deepgemm.py",), ("deepgemm-2.6.1",), {"library": ""}, {}),
+    "mxfp8": Adapter(("nn/grouped_mxfp8.py",), ("mxfp8-0.18.0", "mxfp8-0.19.0"), {"library": ""}, {}),
+    "transformer_engine": Adapter(("moe/grouped_experts.py",), ("transformer_engine-2.18.0",), {"library": ""}, {}),
     "transformer_engine_gemm": Adapter(
-        "nn/te_matmul.py",
+        ("nn/te_matmul.py", "nn/te_narrow_gemm.py"),
         ("transformer_engine_gemm-2.18.0", "transformer_engine_gemm-2.20.0"),
         {"library": ""},
         {},
     ),
+    "transformer_engine_storage": Adapter(
+        ("nn/te_narrow_gemm.py",),
+        ("transformer_engine_storage-2.18.0", "transformer_engine_storage-2.20.0"),
+        {"storages": ""},
+        {},
+    ),
     "symmetric_memory": Adapter(
-        "moe/dispatch/symmetric_memory.py", ("symmetric_memory-2.13.0",), {"library": "", "ops": ""}, {}
+        ("moe/dispatch/symmetric_memory.py",), ("symmetric_memory-2.13.0",), {"library": "", "ops": ""}, {}
     ),
 }
 # Calls with arguments that depend on the release: `tests/body/test_varlen_adapters.py` binds them as they are made.
@@ -123,18 +129,19 @@ def misfits(call: ast.Call, signature: dict[str, Any], unpacked: int | None) -> 
 
 
 def constructors(name: str, functions: dict[str, Any]) -> str:
-    return f"{name}.__init__" if f"{name}.__init__" in functions else name
+    return next((made for made in (f"{name}.__init__", f"{name}.__new__") if made in functions), name)
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
 def test_every_call_fits_the_recorded_signature(name: str, version: str) -> None:
     adapter, recorded = ADAPTERS[name], RECORDED[version]
     offenders, seen = [], 0
-    for what, call, unpacked in calls_of((PACKAGE / adapter.file).read_text(), adapter.objects):
-        signature = recorded["functions"].get(constructors(what, recorded["functions"]))
-        words = ["not recorded"] if signature is None else misfits(call, signature, unpacked)
-        offenders += [f"{adapter.file}:{call.lineno}: {what}: {each}" for each in words]
-        seen += 1
+    for file in adapter.files:
+        for what, call, unpacked in calls_of((PACKAGE / file).read_text(), adapter.objects):
+            signature = recorded["functions"].get(constructors(what, recorded["functions"]))
+            words = ["not recorded"] if signature is None else misfits(call, signature, unpacked)
+            offenders += [f"{file}:{call.lineno}: {what}: {each}" for each in words]
+            seen += 1
     assert not offenders, "\n".join(offenders)
     assert seen >= {"mxfp8": 1, "transformer_engine": 3, "transformer_engine_gemm": 3}.get(name, 4)
 
@@ -142,11 +149,12 @@ def test_every_call_fits_the_recorded_signature(name: str, version: str) -> None
 @pytest.mark.parametrize(("name", "version"), CASES)
 def test_every_name_that_is_read_exists(name: str, version: str) -> None:
     adapter, recorded = ADAPTERS[name], RECORDED[version]
-    for node in ast.walk(ast.parse((PACKAGE / adapter.file).read_text())):
+    nodes = (node for file in adapter.files for node in ast.walk(ast.parse((PACKAGE / file).read_text())))
+    for node in nodes:
         if not isinstance(node, ast.Attribute):
             continue
         root = ast.unparse(node.value).removeprefix("self.")
-        if root == "library":
+        if root in adapter.objects and not adapter.objects[root] and root != "ops":
             assert node.attr in recorded["module"], f"{version} has no {node.attr}"
         elif root in adapter.read:
             assert node.attr in recorded["attributes"][adapter.read[root]], f"{version}: {root} has no {node.attr}"
@@ -191,6 +199,11 @@ FAKES: list[tuple[str, str, Callable[..., Any]]] = [
         for version in ADAPTERS["transformer_engine_gemm"].recorded
         for name in RECORDED[version]["functions"]
     ),
+    *(
+        (version, name, getattr(fake_te_storage, name.partition(".")[0]).__init__)
+        for version in ADAPTERS["transformer_engine_storage"].recorded
+        for name in RECORDED[version]["functions"]
+    ),
     ("mxfp8-0.18.0", "_to_mxfp8_then_scaled_grouped_mm", to_mxfp8_then_scaled_grouped_mm),
     *(
         ("symmetric_memory-2.13.0", name, getattr(FakeSymmetricMemory, name))
@@ -213,7 +226,7 @@ def test_a_fake_takes_arguments_of_the_library_in_its_order(
         needed = each.default is inspect.Parameter.empty
         assert needed == ("default" not in theirs[each.name]), each.name
     missing = theirs.keys() - {each.name for each in ours}
-    assert all("default" in theirs[each] for each in missing)
+    assert all("default" in theirs[each] or theirs[each]["how"] == "rest" for each in missing)
 
 
 # ---- the checker and the parsers ----

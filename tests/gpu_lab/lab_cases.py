@@ -125,6 +125,26 @@ def _documents() -> dict[str, LabCase]:
     }
 
 
+def _narrow() -> dict[str, LabCase]:
+    """Precision recipes with torch's narrow GEMMs: fake tensors are held to its rules about shapes and strides."""
+    narrow = {"kernels__narrow_gemm": "scaled_mm", "kernels__row_padding": "permute", "kernels__casts": "triton"}
+    found = {
+        f"{name}, narrow GEMMs": case(BASE, 2, 1, parallel__ep=2, precision__recipe=name, **narrow)
+        for name in ("fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
+    }
+    found["fp8_rowwise, narrow GEMMs"] = case(
+        BASE, 2, 1, parallel__ep=2, precision__recipe="fp8_rowwise", **narrow | {"kernels__casts": "torch"}
+    )
+    found["mxfp8, kept and sent narrow"] = case(
+        "qwen3_30b_a3b_proxy", 4, 2, parallel__ep=4, precision__recipe="mxfp8", precision__dispatch="mxfp8",
+        memory__retain={"rows": "quantize", "activation": "quantize"}, **narrow,
+    )  # fmt: skip
+    found["mxfp8, emulated"] = case(
+        BASE, 2, 1, parallel__ep=2, precision__recipe="mxfp8", kernels__casts="triton", kernels__experts="sequential"
+    )
+    return found
+
+
 CASES: dict[str, LabCase] = {
-    **_proxies(), **_schedules(), **_dispatchers(), **_contexts(), **_shardings(), **_documents()
+    **_proxies(), **_schedules(), **_dispatchers(), **_contexts(), **_shardings(), **_documents(), **_narrow()
 }  # fmt: skip

@@ -24,7 +24,8 @@ from moefold.moe.grouped_experts import (
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.permute import count_assignments, group_aligned, group_by_expert_reference
-from moefold.nn.matmul_policy import ParameterMatmul, sequential
+from moefold.nn.matmul_kernels import sequential
+from moefold.nn.matmul_policy import ParameterMatmul
 
 TRAINED: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
 

@@ -240,10 +240,16 @@ def experts_in_use(run: RunConfig, device: str) -> NamedExperts:
         return run.kernels.experts
     for row in AUTO_EXPERTS:
         named = replace(run, kernels=replace(run.kernels, experts=row.experts))
-        fits = row.device == device and run.precision.compute in row.formats
+        fits = row.device == device and matmul_format(run) in row.formats
         if fits and not any(rule(named) for rule in _EXPERTS_RULES):
             return row.experts
     return "sequential"
+
+
+def matmul_format(run: RunConfig) -> ComputeFormat:
+    """Of what the experts' GEMMs are given: emulated narrow GEMMs have values of codes in float32."""
+    emulated = run.precision.recipe is not None and run.kernels.narrow_gemm == "emulated"
+    return "float32" if emulated and run.precision.compute == "bfloat16" else run.precision.compute
 
 
 def attention_in_use(run: RunConfig) -> str:

@@ -221,6 +221,51 @@ def _has_scales_per_tensor(casts: LinearCasts | None) -> bool:
     return casts is not None and any(cast is not None and cast.scales_whole_matrix for _, cast in casts.items())
 
 
+# ---- GEMMs that take codes (`kernels.narrow_gemm`) ----
+
+
+def narrow_gemms_get_codes(run: RunConfig) -> Problem | None:
+    """Both operands of each of the three matmuls have to be narrow."""
+    gemm, recipe = run.kernels.narrow_gemm, run.precision.recipe
+    if gemm == "emulated":
+        return None
+    if recipe is None or recipe == "bf16":
+        message = f"{gemm} multiplies codes, and precision.recipe {recipe or 'null'} has none"
+        return Problem("kernels.narrow_gemm", message, "use emulated, or a precision.recipe such as mxfp8")
+    return None
+
+
+def narrow_gemms_know_the_scales(run: RunConfig) -> Problem | None:
+    """A GEMM has one kind of scale for both of its operands, or two that it was made for."""
+    gemm, precision = run.kernels.narrow_gemm, run.precision
+    if gemm == "emulated":
+        return None
+    if precision.down_input != "recipe":
+        message = f"{gemm} has no product of scales per token and those of precision.recipe {precision.recipe}"
+        return Problem("precision.down_input", message, "use recipe, or kernels.narrow_gemm emulated")
+    if gemm == "transformer_engine" and precision.recipe == "fp8_rowwise":
+        return Problem("kernels.narrow_gemm", f"{gemm} has no scales per row", "use scaled_mm, or emulated")
+    return None
+
+
+def narrow_gemms_have_a_format_of_products(run: RunConfig) -> Problem | None:
+    gemm, compute = run.kernels.narrow_gemm, run.precision.compute
+    taken = {"emulated": (compute,), "scaled_mm": ("bfloat16", "float32"), "transformer_engine": ("bfloat16",)}[gemm]
+    if compute in taken:
+        return None
+    message = f"{gemm} writes products in {' or '.join(taken)}, and precision.compute is {compute}"
+    return Problem("kernels.narrow_gemm", message, "use emulated, or precision.compute bfloat16")
+
+
+def narrow_gemms_have_whole_groups(run: RunConfig) -> Problem | None:
+    """A grouped GEMM reads each expert's rows as they lie, and tensor cores take them in multiples."""
+    gemm = run.kernels.narrow_gemm
+    if gemm == "emulated" or run.model.moe is None or run.kernels.row_padding != "wgrad":
+        return None
+    message = f"wgrad pads rows of experts for weight gradients alone, and {gemm} reads them in all three matmuls"
+    return Problem("kernels.row_padding", message, "use permute or routing_map")
+
+
 RULES = (
     narrow_matmuls_are_torchs,
     casts_are_known_on_this_device,
@@ -233,4 +278,8 @@ RULES = (
     histories_have_a_step,
     kept_inputs_have_scales_of_their_own,
     experts_agree_on_amaxes_alone,
+    narrow_gemms_get_codes,
+    narrow_gemms_know_the_scales,
+    narrow_gemms_have_a_format_of_products,
+    narrow_gemms_have_whole_groups,
 )

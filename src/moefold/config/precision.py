@@ -44,6 +44,7 @@ KernelBackend = Literal["torch", "triton", "native"]
 RowPadding = Literal["wgrad", "permute", "routing_map"]
 CastBackend = Literal["torch", "native", "triton"]
 LinearBackend = Literal["torch", "transformer_engine"]
+NarrowGemmBackend = Literal["emulated", "scaled_mm", "transformer_engine"]
 PermuteBackend = Literal["backend", "transformer_engine"]
 AttentionBackend = Literal[
     "auto", "sdpa", "triton", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex", "reference"
@@ -152,6 +153,10 @@ class KernelsConfig:
     # Casts of `precision.recipe`. torch: the reference, on any device. native: one pass in C, for CPUs.
     # triton: one kernel per cast, on GPUs, with kernels.backend triton.
     casts: CastBackend = "torch"
+    # Matmuls of `precision.recipe`. emulated: narrowed values are multiplied as wider numbers, on any device.
+    # scaled_mm: torch's GEMMs of codes and scales; on CPUs with scales of tensors or rows alone. transformer_engine:
+    # its GEMMs, on GPUs: docs/engines.md.
+    narrow_gemm: NarrowGemmBackend = "emulated"
     # Where rows of experts are padded with zeros to the alignment of `precision.recipe`. wgrad: in the operands of
     # weight gradients alone. permute: the permutation makes the rows, for all matmuls. routing_map: every rank routes
     # tokens of zeros, so that it sends each expert an aligned number of rows (Megatron's

@@ -19,19 +19,30 @@ from moefold.blueprint.narrow_matmuls import (
 )
 from moefold.blueprint.parameters import ParameterSpec, is_expert
 from moefold.config.message_casts import DISPATCH_CASTS
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import NarrowGemmBackend, PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.moe.experts import Experts
 from moefold.moe.grouped_experts import GroupedExperts, KernelPermutation, NarrowingPermutation
 from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
+from moefold.nn.narrow_gemms import NarrowGemm, grouped_maker, linear_kernels
+from moefold.nn.scaled_mm import SCALED_MM
+from moefold.nn.te_narrow_gemm import TE_GEMM
 from moefold.precision.amax import OWN_AMAXES, Amaxes, ReduceOver, SharedAmaxes
 from moefold.precision.amax_history import AmaxHistory, DelayedAmaxes
 from moefold.precision.both_directions import WaitingCopies, narrows_rows_alone, share_a_read
 from moefold.precision.cast_backends import QUANTIZERS
+from moefold.precision.code_operands import CodeOperands, CodeWeights
 from moefold.precision.narrow_inputs import NarrowingActivation, NarrowInputs
 from moefold.precision.operands import NarrowOperands, NarrowWeights
+
+# None: operands are widened, and multiplied by the GEMMs of `kernels.linear` and `kernels.experts`.
+NARROW_GEMMS: dict[NarrowGemmBackend, NarrowGemm | None] = {
+    "emulated": None,
+    "scaled_mm": SCALED_MM,
+    "transformer_engine": TE_GEMM,
+}
 
 
 def narrow_modules(
@@ -41,7 +52,9 @@ def narrow_modules(
     hold parts of an operand agree on its amax; ``experts``: the numbers of those on this rank."""
     if run.precision.recipe is None:
         return None
-    recipe, weights, inputs = PRECISION_RECIPES[run.precision.recipe], NarrowWeights(), NarrowInputs()
+    recipe, inputs = PRECISION_RECIPES[run.precision.recipe], NarrowInputs()
+    gemm = NARROW_GEMMS[run.kernels.narrow_gemm]
+    weights, operands_of = (NarrowWeights(), NarrowOperands) if gemm is None else (CodeWeights(), CodeOperands)
     modules, delayed = dict(model.named_modules()), {weight.name for weight in delayed_weights(run)}
     for matmul in matmuls(run):
         name = matmul.weight.name
@@ -55,7 +68,7 @@ def narrow_modules(
             history = history_for(matmul.weight, run.precision, experts)
             module.add_module(name.rpartition(".")[2] + AMAX_SUFFIX, history)
             amaxes = DelayedAmaxes(history, amaxes)
-        operands = NarrowOperands(
+        operands = operands_of(
             replace(recipe, casts=matmul.casts), weights, QUANTIZERS[run.kernels.casts], run.seed, kept, amaxes
         )
         owner = module.backend if isinstance(module, Experts) else module
@@ -65,19 +78,20 @@ def narrow_modules(
             owner.multiple = recipe.align
         if name.endswith(".down"):
             assert not isinstance(owner, Linear)
-            owner.down_matmul_policy = _with_operands(owner.down_matmul_policy, operands)
+            owner.down_matmul_policy = _with_operands(owner.down_matmul_policy, operands, gemm)
             if isinstance(owner, GroupedExperts):
                 narrow_activation(owner, operands, run)
         else:
-            owner.matmul_policy = _with_operands(owner.matmul_policy, operands)
+            owner.matmul_policy = _with_operands(owner.matmul_policy, operands, gemm)
             if isinstance(owner, GroupedExperts):
                 narrow_permutation(owner, operands, run)
     return weights
 
 
-def _with_operands(policy: MatmulPolicy, operands: NarrowOperands) -> MatmulPolicy:
+def _with_operands(policy: MatmulPolicy, operands: NarrowOperands, gemm: NarrowGemm | None) -> MatmulPolicy:
     assert isinstance(policy, ParameterMatmul)
-    return policy.with_operands(operands)
+    policy = policy.with_operands(operands)
+    return policy if gemm is None else policy.with_kernels(linear_kernels(gemm), grouped_maker(gemm))
 
 
 def narrow_activation(owner: GroupedExperts, operands: NarrowOperands, run: RunConfig) -> None:

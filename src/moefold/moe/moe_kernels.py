@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moefold.checks.kernels import experts_in_use
+from moefold.checks.kernels import experts_in_use, matmul_format
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.kernels import moe_references as in_torch
@@ -141,7 +141,14 @@ def compile_regions(kernels: MoEKernels) -> MoEKernels:
 def kernels_for(run: RunConfig, device: str) -> MoEKernels:
     """The kernels of `run.kernels`; raises where this machine cannot run one of them in `precision.compute`."""
     here, dtype = probe_host(), run.precision.compute
-    resolve("experts", experts_in_use(run, device), device, here, dtype)
+    experts = experts_in_use(run, device)
+    if device == "cuda" and experts == "grouped" and matmul_format(run) != dtype:
+        raise BackendError(
+            f"kernels.experts: grouped takes bfloat16 on a GPU, and precision.recipe {run.precision.recipe} gives it "
+            "float32 while kernels.narrow_gemm is emulated; use kernels.narrow_gemm scaled_mm, or kernels.experts "
+            "sequential"
+        )
+    resolve("experts", experts, device, here, dtype)
     resolve("expert_permute", run.kernels.permute, device, here, dtype)
     kernels = kernels_named(run.kernels.backend, device, dtype, here)
     if run.kernels.compile == "none":

@@ -13,7 +13,7 @@ and weights when there are no rows at all: another rank may be waiting for this 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,10 @@ WEIGHT_GRADS: dict[GroupedMatmul, GroupedWeightGrad] = {
 class GroupedKernels(NamedTuple):
     """The three matmuls of experts' rows; a weight is [e, ..., X]."""
 
-    forward: Callable[[Any, Any], Tensor]
-    input_grad: Callable[[Any, Any], Tensor]
+    forward: Callable[..., Tensor]
+    input_grad: Callable[..., Tensor]
     # Of the gradient of the output and of rows, and how many each expert has, where padding has changed that.
-    weight_grad: Callable[[Any, Any, list[int] | None], Tensor]
+    weight_grad: Callable[..., Tensor]
 
 
 GroupedMaker = Callable[[GroupedMatmul, Tensor, list[int] | None], GroupedKernels]
@@ -133,10 +133,10 @@ def _torch_grouped_kernels(rows_per_expert_e: Tensor) -> GroupedKernels:
 class LinearKernels(NamedTuple):
     """The three matmuls of a linear layer; a weight is [..., X], and of inputs all dims but the last are rows."""
 
-    forward: Callable[[Any, Any], Tensor]
+    forward: Callable[..., Tensor]
     # Of the gradient of the output and the weight; of the gradient of the output and the input, to [Y, X].
-    input_grad: Callable[[Any, Any], Tensor]
-    weight_grad: Callable[[Any, Any], Tensor]
+    input_grad: Callable[..., Tensor]
+    weight_grad: Callable[..., Tensor]
 
 
 def _torch_linear(x: Tensor, weight: Tensor) -> Tensor:

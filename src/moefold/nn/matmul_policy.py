@@ -121,7 +121,7 @@ def _accumulate(weight: nn.Parameter, gradient: Tensor | None) -> None:
         weight.grad.add_(gradient)
 
 
-def accumulate_weight_grad(weight: nn.Parameter, grad: Any, x: Any, kernels: LinearKernels) -> None:
+def accumulate_weight_grad(weight: nn.Parameter, grad: Tensor, x: Tensor, kernels: LinearKernels) -> None:
     """``weight.grad += grad^T x``, into a gradient that may be wider than the product. Operands are the kernels'.
 
     On GPUs torch's GEMM adds to its output in float32, so that neither a product nor a cast of it is stored. On CPUs
@@ -260,7 +260,7 @@ class _Grouped(torch.autograd.Function):
         host: list[int] | None,
         kernels: GroupedKernels,
         policy: ParameterMatmul,
-        fprop: Callable[[], tuple[Any, Any]],
+        fprop: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
         ctx.host, ctx.kernels, ctx.policy = host, kernels, policy
@@ -274,7 +274,7 @@ class _Grouped(torch.autograd.Function):
 
         def weight_gradient() -> Tensor | None:
             grad_in, rows_in, padded = policy.operands.wgrad(grad, kept, host)
-            gradient = kernels.weight_grad(grad_in, rows_in, None if padded is host else padded).view(weight.shape)
+            gradient = kernels.weight_grad(grad_in, rows_in, None if padded == host else padded).view(weight.shape)
             if not policy.adds_to(weight):
                 return gradient
             weight.grad.add_(gradient)

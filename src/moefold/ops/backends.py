@@ -15,6 +15,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from moefold.config.parallel import NamedDispatcher
+from moefold.config.precision_recipes import RECIPE_NAMES
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
@@ -34,7 +35,8 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of one job. ``setting`` is the config key that selects it."""
+    """One implementation of one job. ``setting`` is the config key that selects it; ``formats`` are those of
+    `precision.compute`, of narrow GEMMs those of `precision.recipe`."""
 
     job: str
     name: str
@@ -74,6 +76,7 @@ class Kernels:
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
 _KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
+_NARROW = "kernels.narrow_gemm"
 _LINEAR, _PERMUTE, _ATTENTION = "kernels.linear", "kernels.permute", "kernels.attention"
 _BOTH = ("cpu", "cuda")
 _TE, _TE_GEMM = "transformer_engine", "transformer_engine_gemm"
@@ -100,6 +103,27 @@ BACKENDS = (
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
     Backend("linear", "torch", _LINEAR, _BOTH, ALL, note="torch's matmul"),
     Backend("linear", _TE, _LINEAR, ("cuda",), BF16, _TE_GEMM, AMPERE, note="Transformer Engine's GEMM"),
+    Backend("narrow_gemm", "emulated", _NARROW, _BOTH, RECIPE_NAMES, note="values of codes, multiplied wide"),
+    Backend(
+        "narrow_gemm",
+        "scaled_mm",
+        _NARROW,
+        _BOTH,
+        ("fp8_tensor", "fp8_delayed", "fp8_rowwise"),
+        capability=HOPPER,
+        note="torch's GEMMs of codes",
+        gpu_formats=RECIPE_NAMES[1:],
+    ),
+    Backend(
+        "narrow_gemm",
+        _TE,
+        _NARROW,
+        ("cuda",),
+        tuple(name for name in RECIPE_NAMES[1:] if name != "fp8_rowwise"),
+        "transformer_engine_storage",
+        HOPPER,
+        note="Transformer Engine's GEMMs of codes",
+    ),
     Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
     Backend("expert_permute", _TE, _PERMUTE, ("cuda",), NARROW, _TE, AMPERE, note="Transformer Engine's moe_permute"),
     Backend("attention", "reference", _ATTENTION, _BOTH, ALL, note="all scores in memory: the reference"),

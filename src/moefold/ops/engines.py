@@ -88,6 +88,7 @@ ENGINES: dict[str, Engine] = {
         ),
         Engine("transformer_engine", "transformer_engine.pytorch", *_TE),
         Engine("transformer_engine_gemm", "transformer_engine.pytorch.cpp_extensions", *_TE),
+        Engine("transformer_engine_storage", "transformer_engine.pytorch.tensor.storage", *_TE),
         Engine("flash_attn_2", "flash_attn.flash_attn_interface", "flash-attn", "2.7", "3", "", "flash-attn-2"),
         Engine(
             "flash_attn_3", "flash_attn_interface", "flash-attn-3", "3", "4", "build flash-attention's folder hopper"

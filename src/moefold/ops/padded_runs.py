@@ -35,6 +35,9 @@ def move_rows(rows: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> Tens
     """From runs of these sizes to runs of others: cut, or followed by zeros."""
     if list(sizes) == list(wanted):
         return rows
+    if len(sizes) == 1:
+        # Without numbers of places, which would have to be sent to a GPU.
+        return torch.cat([rows[: wanted[0]], rows.new_zeros(max(wanted[0] - sizes[0], 0), *rows.shape[1:])])
     counts = [min(pair) for pair in zip(sizes, wanted, strict=True)]
     moved = rows.new_zeros(sum(wanted), *rows.shape[1:])
     if sum(counts):

@@ -178,6 +178,8 @@ def build_on_meta(
     if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
         resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
     resolve("linear", run.kernels.linear, device.type, probe_host(), run.precision.compute)
+    if run.precision.recipe is not None:
+        resolve("narrow_gemm", run.kernels.narrow_gemm, device.type, probe_host(), run.precision.recipe)
     attention = attention_for(run, device.type)
     retention = retention_for(run.memory, device)
     retain = KEEP_ALL if retention is None else retention

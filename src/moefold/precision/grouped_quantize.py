@@ -92,4 +92,4 @@ def _amax_of_pieces(pieces: Tensor, cast: Cast, pieces_per_expert: Sequence[int]
     if not len(largest_b):
         return largest_b
     amax_e = torch.segment_reduce(largest_b, "max", lengths=count_e, initial=0)
-    return amax_e.repeat_interleave(count_e)
+    return amax_e.repeat_interleave(count_e, output_size=len(largest_b))

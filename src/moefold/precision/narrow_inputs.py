@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.config.casts import Cast
@@ -80,6 +81,30 @@ def wide_rows(narrow: NarrowRows, cast: Cast, segments: Sequence[int], padded: S
     tensor_scale = None if narrow.tensor_scale is None else narrow.tensor_scale.repeat_interleave(blocks_e)
     values = dequantize(Quantized(codes_bXc, scale_bX[..., None], tensor_scale, cast))
     return move_rows(values.transpose(1, 2).flatten(0, 1), whole, padded)
+
+
+def codes_of_rows(narrow: NarrowRows, cast: Cast, segments: Sequence[int], padded: Sequence[int]) -> list[Quantized]:
+    """What was kept, per segment: the codes of its transpose, [X, rows], with codes of zero up to its padded size."""
+    parts, size, row, block, filled = [], piece(cast), 0, 0, 0
+    for rows, blocks, wanted in zip(segments, whole_blocks(segments, cast), padded, strict=True):
+        blocks //= size
+        of_blocks, tensor_scale = slice(block, block + blocks), None
+        if cast.element == "e2m1":
+            assert narrow.tensor_scale is not None
+            codes = unpack_e2m1(narrow.codes[of_blocks]).transpose(0, 1).flatten(1)[:, :wanted]
+            tensor_scale = narrow.tensor_scale[filled] if rows else narrow.tensor_scale.new_ones(())
+        else:
+            codes = narrow.codes[row : row + rows].t()
+        codes = F.pad(codes, (0, wanted - codes.shape[1])).contiguous()
+        if cast.block is None:
+            scale = narrow.scale[filled].reshape(1, 1) if rows else narrow.scale.new_ones(1, 1)
+        else:
+            # Of blocks of zeros any scale will do.
+            missing = -(-wanted // size) - blocks
+            scale = torch.cat([narrow.scale[of_blocks], narrow.scale.new_zeros(missing, narrow.scale.shape[1])]).t()
+        parts.append(Quantized(codes.view(FLOAT8.get(cast.element, torch.uint8)), scale, tensor_scale, cast))
+        row, block, filled = row + rows, block + blocks, filled + bool(rows)
+    return parts
 
 
 def _first_blocks(cast: Cast, segments: Sequence[int], device: torch.device) -> Tensor:

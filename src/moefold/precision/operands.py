@@ -127,9 +127,7 @@ class NarrowOperands:
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        made = None if self.ahead is None else self.ahead.take(x, self.casts.x_fprop)
-        if made is None and self.inputs is not None:
-            made = self.inputs.rowwise(x, self.casts.x_fprop)
+        made = self._made_ahead(x)
         if made is None:
             rows = x.reshape(-1, x.shape[-1])
             narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x")
@@ -181,6 +179,11 @@ class NarrowOperands:
             x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
         wide = _sums_in(grad)
         return GradOperands(grad_in.to(wide), x_in.to(wide), None if rows_per_expert is None else padded)
+
+    def _made_ahead(self, x: Tensor) -> Quantized | None:
+        """fprop's copy of an input, where it was made with the input or with the copy that is kept."""
+        made = None if self.ahead is None else self.ahead.take(x, self.casts.x_fprop)
+        return self.inputs.rowwise(x, self.casts.x_fprop) if made is None and self.inputs is not None else made
 
     def _both_ways(
         self, x: Tensor, row: Cast | None, column: Cast | None, rows_per_expert: list[int] | None, columns: int
@@ -277,11 +280,18 @@ class NarrowWeights:
             return weight
         if cast.element == "bf16":
             return weight.bfloat16().float()
-        if (gathered := self.codes_of(weight)) is not None:
-            assert gathered.cast == cast
-            return dequantize(gathered)
         # One copy serves both directions where it can.
         transposed = transposed and not cast.is_square
+        values = dequantize(self.codes(weight, cast, transposed, quantizers, amaxes))
+        return values.transpose(-2, -1) if transposed else values
+
+    def codes(
+        self, weight: Tensor, cast: Cast, transposed: bool, quantizers: Quantizers, amaxes: Amaxes = OWN_AMAXES
+    ) -> Quantized:
+        """Of the weight, or of its transpose; a square cast has those of the weight alone."""
+        if (gathered := self.codes_of(weight)) is not None:
+            assert gathered.cast == cast
+            return gathered
         kept = self._kept.get(key := (id(weight), cast, transposed))
         if kept is None or kept[1] != weight._version:
             values = _values(weight).detach()
@@ -295,8 +305,7 @@ class NarrowWeights:
                 amax = amaxes.of("w", cast, lambda: amax_of(matrices, cast)) if cast.scales_whole_matrix else None
                 quantized = quantizers.quantize(matrices, cast, amax=amax)
                 kept = self._kept[key] = (weight, weight._version, quantized)
-        values = dequantize(kept[2])
-        return values.transpose(-2, -1) if transposed else values
+        return kept[2]
 
     def copies(self) -> Iterator[Tensor]:
         """Codes and scales that are kept beside weights."""
