@@ -103,6 +103,13 @@ def test_both_ways_on_fifty_shapes(name: str) -> None:
         both_ways(name, seed)
 
 
+def test_who_keeps_one_copy_does_not_keep_the_other() -> None:
+    row, column = PAIRS["mxfp8 w"]
+    for copy in cast_both_triton.empty_copies(torch.randn(3, 64, 96), row, column)[0]:
+        assert copy.codes_MK.untyped_storage().nbytes() == copy.codes_MK.nbytes
+        assert copy.scale_rc.untyped_storage().nbytes() == copy.scale_rc.nbytes
+
+
 def test_what_kernels_cannot_do_is_refused() -> None:
     row, column = PAIRS["nvfp4 x"]
     with pytest.raises(ValueError, match="cannot divide 33 columns"):

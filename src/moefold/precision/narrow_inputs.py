@@ -76,9 +76,13 @@ def wide_rows(narrow: NarrowRows, cast: Cast, segments: Sequence[int], padded: S
         codes_bXc = (
             codes_PX.unflatten(0, (sum(whole) // size, size)).transpose(1, 2).contiguous().view(FLOAT8[cast.element])
         )
-    blocks_e = torch.tensor([rows // size for rows in whole if rows], dtype=torch.long, device=narrow.codes.device)
-    scale_bX = narrow.scale.repeat_interleave(blocks_e, 0) if cast.block is None else narrow.scale
-    tensor_scale = None if narrow.tensor_scale is None else narrow.tensor_scale.repeat_interleave(blocks_e)
+    scale_bX, tensor_scale = narrow.scale, narrow.tensor_scale
+    if cast.scales_whole_matrix:
+        blocks = [rows // size for rows in whole if rows]
+        blocks_e = torch.tensor(blocks, dtype=torch.long, device=narrow.codes.device)
+        scale_bX = scale_bX.repeat_interleave(blocks_e, 0, output_size=sum(blocks)) if cast.block is None else scale_bX
+        if tensor_scale is not None:
+            tensor_scale = tensor_scale.repeat_interleave(blocks_e, output_size=sum(blocks))
     values = dequantize(Quantized(codes_bXc, scale_bX[..., None], tensor_scale, cast))
     return move_rows(values.transpose(1, 2).flatten(0, 1), whole, padded)
 

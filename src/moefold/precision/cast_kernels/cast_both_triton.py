@@ -166,15 +166,16 @@ def empty_copies(
         (-(-rows // row.block[1]), -(-columns // row.block[1])),
         SCALE_DTYPES[row.scale],
     )
-    codes_2MK = x_MK.new_empty(2, *x_MK.shape, dtype=FLOAT8.get(row.element, torch.uint8))
+    # Each in memory of its own: whoever keeps one copy must not keep the other.
+    row_codes, column_codes = (x_MK.new_empty(x_MK.shape, dtype=FLOAT8.get(row.element, torch.uint8)) for _ in range(2))
     row_scales = x_MK.new_empty(*stack, rows, blocks[1], dtype=scale_type)
     column_scales = x_MK.new_empty(*stack, blocks[0], columns, dtype=scale_type)
     whole = (None, None) if tensor_scale is None else [each.view(stack) for each in tensor_scale]
     both = BothWays(
-        Quantized(codes_2MK[0], row_scales, whole[0], row),
-        Quantized(codes_2MK[1].mT, column_scales.mT, whole[1], column),
+        Quantized(row_codes, row_scales, whole[0], row),
+        Quantized(column_codes.mT, column_scales.mT, whole[1], column),
     )
-    return both, (codes_2MK[0], row_scales, codes_2MK[1], column_scales)
+    return both, (row_codes, row_scales, column_codes, column_scales)
 
 
 def side_of(cast: Cast) -> int:
