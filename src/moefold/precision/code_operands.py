@@ -232,12 +232,12 @@ def lay_out(codes: Quantized, transposed: bool, turn: bool, experts: bool) -> li
     stack_enMK, scale_enrc = (_four_dims(each, experts) for each in (codes.codes_MK, codes.scale_rc))
     if transposed and turn:
         stack_enMK, scale_enrc = stack_enMK.mT, scale_enrc.mT
-    shape, block = stack_enMK.shape, cast.block
-    ends_inside = (
-        block is not None and shape[-1] % (block[1] or 1) if transposed else block is not None and shape[-2] % block[0]
-    )
-    whole_row = transposed and block is not None and not block[1]
-    if shape[1] == 1 or cast.scales_whole_matrix or ends_inside or whole_row:
+    shape = stack_enMK.shape
+    # Matrices are joined along the dim in which they are stacked: along K if transposed. A block of 0 is a whole row.
+    dim = 1 if transposed else 0
+    block = (0, 0) if cast.block is None else cast.block
+    apart = cast.scales_whole_matrix or not block[dim] or shape[2 + dim] % block[dim]
+    if shape[1] == 1 or apart:
         scale_en = None if codes.tensor_scale is None else codes.tensor_scale.reshape(shape[:2])
         return [
             Quantized(
