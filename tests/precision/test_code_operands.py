@@ -19,7 +19,7 @@ from moefold.precision.quantize import quantize
 
 NAMES: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
 # The last has matrices whose rows end inside of a block.
-SHAPES = {"one matrix": (96, 64), "gate and up": (2, 128, 64), "cut blocks": (2, 40, 72)}
+SHAPES = {"one matrix": (96, 192), "gate and up": (2, 128, 64), "cut blocks": (2, 40, 72)}
 ROWS = {"aligned": [128, 0, 256], "ragged": [5, 0, 131]}
 
 
@@ -38,6 +38,13 @@ def policy_of(operands: Operands, gemm: NarrowGemm | None, queue: WeightGradQueu
     return ParameterMatmul(queue, linear_kernels(gemm), operands=operands, grouped=grouped_maker(gemm))
 
 
+def uneven(x: Tensor) -> Tensor:
+    """Neighbouring blocks have other magnitudes, and so other scales, in both directions and in stacked matrices."""
+    flat = x.reshape(-1, x.shape[-1])
+    rows, columns = torch.arange(len(flat))[:, None] // 32, torch.arange(flat.shape[1])[None, :] // 32
+    return (flat * torch.exp2(((rows * 3 + columns) % 7 - 3).float())).view(x.shape)
+
+
 def outcome(case: Case, gemm: NarrowGemm | None, matmul: GroupedMatmul = sequential) -> list[Tensor]:
     """Output, gradient of the input, gradient of the weight, twice: the second time from kept codes."""
     torch.manual_seed(7)
@@ -48,20 +55,21 @@ def outcome(case: Case, gemm: NarrowGemm | None, matmul: GroupedMatmul = sequent
     else:
         policy = policy_of(CodeOperands(recipe, CodeWeights(), seed=3, inputs=inputs), gemm, queue)
     experts = () if case.rows is None else (len(case.rows),)
-    weight = nn.Parameter(torch.randn(*experts, *case.shape) / 8)
+    weight = nn.Parameter(uneven(torch.randn(*experts, *case.shape) / 8))
     found = []
     for _ in range(2):
         weight.grad = None
-        x = torch.randn(*((3, 32) if case.rows is None else (sum(case.rows),)), case.shape[-1], requires_grad=True)
+        lead = (3, 32) if case.rows is None else (sum(case.rows),)
+        x = uneven(torch.randn(*lead, case.shape[-1])).requires_grad_()
         if case.rows is None:
             out = policy.linear(x, weight)
         else:
             out = policy.grouped(matmul, x, weight, torch.tensor(case.rows), case.rows)
         if queue is None:
-            out.backward(torch.randn_like(out))
+            out.backward(uneven(torch.randn_like(out)))
         else:
             with queue.deferring("microbatch"):
-                out.backward(torch.randn_like(out))
+                out.backward(uneven(torch.randn_like(out)))
             queue.run_all()
         assert x.grad is not None and weight.grad is not None
         found += [out.detach(), x.grad, weight.grad]

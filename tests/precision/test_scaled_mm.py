@@ -35,12 +35,12 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def compare(case: Case, matmul: GroupedMatmul = sequential) -> None:
-    """Products under scales of rows are bfloat16, and so are those of grouped GEMMs."""
+    """Products under scales of rows are bfloat16, and so are those of grouped GEMMs; gate and up may be two of them."""
     rounded = case.recipe == "fp8_rowwise" or matmul is grouped
     for got, wanted in zip(outcome(case, SCALED_MM, matmul), outcome(case, None, matmul), strict=True):
         assert got.shape == wanted.shape
         error = float((got - wanted).abs().max() / wanted.abs().max())
-        assert error < (2.0**-8 if rounded else 2e-5), (case, error)
+        assert error < (2.0**-7 if rounded else 2e-5), (case, error)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["linear", "experts"])
