@@ -33,7 +33,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.moe.dispatch.base import Routing
-from moefold.parallel.parallelize import dispatcher_for, groups_of
+from moefold.parallel.dispatchers import dispatcher_for
+from moefold.parallel.parallelize import groups_of
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes
 from moefold.tables import text_table
 

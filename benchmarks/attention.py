@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         "attention",
         f"attention: {shape}, {args.dtype}, {threads_text(args.threads)}, forward and backward",
         [CandidateSpec(name, "baseline" if name in BASELINES else "moefold", options) for name in CANDIDATES],
-        Setting(args.dtype, args.threads, True, args.rounds, args.warm, (NO_ROUTING,)),
+        Setting(args.dtype, args.threads, True, args.rounds, args.warm, (NO_ROUTING,), args.budget),
         progress_line(),
     )
     return show(args, [(comparison, tuple(BASELINES), [])])

@@ -29,7 +29,7 @@ def parser_for(script: str, description: str, examples: str) -> argparse.Argumen
 
 
 def add_common_options(parser: argparse.ArgumentParser, threads: bool = True) -> None:
-    add_timing_options(parser, threads)
+    add_timing_options(parser, threads, budget=300.0)
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a chart")
 
 

@@ -20,13 +20,23 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.process_stats import available_bytes, busy_cores_of_others, cpu_times
-from benchmarks.results import CHANGING, FIXED, CandidateResult, CandidateSpec, Comparison, Run
+from benchmarks.results import (
+    CHANGING,
+    FIXED,
+    MIN_ROUNDS_FOR_VERDICT,
+    CandidateResult,
+    CandidateSpec,
+    Comparison,
+    Run,
+    rounds_run,
+)
 from benchmarks.targets import AS_LAUNCHED, SAME
-from moefold.bench.clock import Progress
+from moefold.bench.clock import Progress, rounds_within
 from moefold.units import format_bytes
 
 # Time limits of a candidate's start and of one run.
@@ -49,6 +59,8 @@ class Setting:
     rounds: int = 9
     warm: int = 3
     routings: tuple[str, ...] = (FIXED, CHANGING)
+    # Seconds of all routings together.
+    budget: float = inf
 
     @property
     def allocator(self) -> str:
@@ -157,7 +169,7 @@ def run_comparison(
     return Comparison(
         title,
         "cpu" if one_thread else "wall",
-        setting.rounds,
+        rounds_run(results),
         tuple(results),
         setting.tolerance,
         busy_cores_of_others(began),
@@ -186,25 +198,50 @@ def _started(worker: Worker, number: int, total: int, progress: Progress | None)
 def _alternate(
     workers: Sequence[Worker], results: list[CandidateResult], routing: str, setting: Setting, progress: Progress | None
 ) -> list[CandidateResult]:
-    rounds, warm = setting.rounds, setting.warm
     runs: list[list[Run]] = [[] for _ in workers]
     failures = [result.failure for result in results]
-    for number in range(warm + rounds):
+    budget = setting.budget / len(setting.routings)
+    for number, round_ in enumerate(rounds_within(budget, setting.rounds, setting.warm)):
         seed = FIRST_SEED + number if routing == CHANGING else FIXED_SEED
+        taken = [0.0] * len(workers)
         for position in range(len(workers)):
             which = (position + number) % len(workers)
             if failures[which]:
                 continue
+            if progress is not None and not number:
+                progress(f"first run of {results[which].name}, rounds", 0, setting.rounds)
             reply = workers[which].ask("run", seed)
             failures[which] = reply.get("failed", "")
-            if number >= warm and not failures[which]:
+            taken[which] = reply.get("wall", 0.0)
+            if round_.counts and not failures[which]:
                 runs[which].append(Run(**reply))
-        if progress is not None:
-            progress(rounds_of(routing), max(0, number + 1 - warm), rounds)
+        if not number:
+            peers = [result.spec.role == "peer" for result in results]
+            for which in too_slow(taken, peers, budget):
+                failures[which] = f"left out: its first run took {taken[which]:.1f} s, {_why_left_out(budget)}"
+        round_.show(progress, rounds_of(routing))
     return [
         replace(result, failure=failure, runs=result.runs | {routing: tuple(taken)})
         for result, failure, taken in zip(results, failures, runs)
     ]
+
+
+def too_slow(taken: Sequence[float], may_leave: Sequence[bool], budget: float) -> list[int]:
+    """Whom to leave out, slowest first, so that as many rounds as a verdict needs fit the budget. By the times of a
+    first round: those of a later one are shorter."""
+    left = list(range(len(taken)))
+    out: list[int] = []
+    while MIN_ROUNDS_FOR_VERDICT * sum(taken[each] for each in left) > budget:
+        slowest = max((each for each in left if may_leave[each] and taken[each]), key=taken.__getitem__, default=None)
+        if slowest is None:
+            break
+        left.remove(slowest)
+        out.append(slowest)
+    return out
+
+
+def _why_left_out(budget: float) -> str:
+    return f"and {MIN_ROUNDS_FOR_VERDICT} rounds with it do not fit into {budget:.0f} s (--budget)"
 
 
 def rounds_of(routing: str) -> str:

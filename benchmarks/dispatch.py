@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     parser.set_defaults(shapes=["b"])
     args = parser.parse_args(words)
     check_common_options(args)
-    setting = Setting(args.dtype, 1, True, args.rounds, args.warm, routings_of(args))
+    setting = Setting(args.dtype, 1, True, args.rounds, args.warm, routings_of(args), args.budget)
     names = names_of(args.dispatchers) or list(DISPATCHERS)
     shape = shapes_of(args)[0]
     check_dispatch(shape, args.world, names)

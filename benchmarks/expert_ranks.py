@@ -36,7 +36,10 @@ from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Routing
 from moefold.moe.moe_kernels import kernels_for
-from moefold.parallel.parallelize import dispatcher_for, groups_of, parallel_interfaces_of
+from moefold.nn.float32_matmul import cpu_matmul_here
+from moefold.parallel.dispatchers import dispatcher_for
+from moefold.parallel.parallelize import groups_of
+from moefold.parallel.rank_interfaces import parallel_interfaces_of
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -138,7 +141,9 @@ class ExpertParallelLayer:
         self.weights = draw_weights(at.shape, self.dtype)
         run = run_of(at, dispatcher)
         groups = groups_of(run, at.world, at.rank, _TIMEOUT)
-        seams = parallel_interfaces_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run, "cpu"))
+        seams = parallel_interfaces_of(
+            run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run, "cpu"), cpu_matmul=cpu_matmul_here(run, "cpu")
+        )
         self.layer = filled_layer(at.shape, self.weights, seams)
         self._keep_own_experts()
         self.batch = batch_of(at.tokens)

@@ -56,7 +56,9 @@ def main(words: Sequence[str]) -> int:
     add_common_options(parser)
     args = parser.parse_args(words)
     check_common_options(args)
-    setting = Setting(args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, routings_of(args))
+    setting = Setting(
+        args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, routings_of(args), args.budget
+    )
     names = selected(names_of(args.candidates) or DEFAULT)
     judged = []
     for shape in shapes_of(args):

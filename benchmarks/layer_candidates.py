@@ -18,7 +18,7 @@ from benchmarks.peers.transformers import transformers
 from benchmarks.roofline import DenseRoofline, GroupedRoofline
 from benchmarks.runner import Builder
 from benchmarks.timed_layer import Forward, TimedLayer
-from moefold.bench.layer_bench import batch_of, filled_layer
+from moefold.bench.layer_bench import batch_of, cpu_matmul_of, filled_layer
 from moefold.bench.layer_workload import LayerShape, Weights
 from moefold.model.build import local_interfaces
 from moefold.moe.moe_kernels import kernels_named
@@ -27,11 +27,14 @@ from moefold.moe.moe_kernels import kernels_named
 def moefold_layer(backend: str, kernels: str = "torch") -> Builder:
     """moefold's layer with this backend for its experts, and these kernels."""
     make = partial(_make, backend, kernels)
-    return lambda options: TimedLayer(options, make)
+    return lambda options: TimedLayer(options, partial(make, cpu_matmul_of(options["dtype"], "cpu")))
 
 
-def _make(backend: str, kernels: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
-    layer = filled_layer(shape, weights, local_interfaces(backend, kernels_named(kernels, "cpu")))
+def _make(
+    backend: str, kernels: str, cpu_matmul: str, shape: LayerShape, weights: Weights
+) -> tuple[Forward, Sequence[Tensor]]:
+    interfaces = local_interfaces(backend, kernels_named(kernels, "cpu"), cpu_matmul=cpu_matmul)
+    layer = filled_layer(shape, weights, interfaces)
     batch = batch_of(shape.tokens)
     return (lambda x: layer(x, batch, None)[0]), list(layer.parameters())
 

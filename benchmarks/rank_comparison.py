@@ -7,16 +7,18 @@ the slowest rank counts; CPU time is the sum over ranks.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.comparison import FIRST_SEED, FIXED_SEED, Setting, rounds_of
 from benchmarks.process_stats import busy_cores_of_others, cpu_times
-from benchmarks.results import CHANGING, CandidateResult, CandidateSpec, Comparison, Run
+from benchmarks.results import CHANGING, CandidateResult, CandidateSpec, Comparison, Run, rounds_run
 from benchmarks.runner import Candidate, Checked, one_line, timed_run
-from moefold.bench.clock import Progress
+from moefold.bench.clock import Progress, rounds_within
 from moefold.comm.spawn import disable_malloc_trim, spawn_ranks
 
 # From rank and world size to a candidate.
@@ -47,7 +49,7 @@ def run_rank_comparison(
     ranks = spawn_ranks(work, world, seconds=_SECONDS)
     others = busy_cores_of_others(began)
     results = tuple(_result(name, role, ranks, setting.routings) for name, (role, _) in builders.items())
-    return Comparison(title, "wall", setting.rounds, results, setting.tolerance, others)
+    return Comparison(title, "wall", rounds_run(results), results, setting.tolerance, others)
 
 
 def _build_all(
@@ -67,20 +69,26 @@ def _build_all(
 def _alternate(
     built: Mapping[str, Candidate], routing: str, setting: Setting, progress: Progress | None
 ) -> dict[str, list[dict[str, float]]]:
-    names, rounds, warm = list(built), setting.rounds, setting.warm
+    names, budget = list(built), setting.budget / len(setting.routings)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number in range(warm + rounds):
+    for number, round_ in enumerate(rounds_within(budget, setting.rounds, setting.warm, _time_of_rank_0)):
         seed = FIRST_SEED + number if routing == CHANGING else FIXED_SEED
         for position in range(len(names)):
             name = names[(position + number) % len(names)]
             taken = timed_run(built[name], seed, dist.barrier)
-            if number >= warm:
+            if round_.counts:
                 runs[name].append(taken)
         # Here, where nothing is timed.
         gc.collect()
-        if progress is not None:
-            progress(rounds_of(routing), max(0, number + 1 - warm), rounds)
+        round_.show(progress, rounds_of(routing))
     return runs
+
+
+def _time_of_rank_0() -> float:
+    """So that all ranks run the same rounds."""
+    now = torch.tensor(time.monotonic(), dtype=torch.float64)
+    dist.broadcast(now, 0)
+    return float(now)
 
 
 def _error(candidate: Candidate) -> float | None:

@@ -6,6 +6,7 @@ over the rounds. The spread goes from the first quartile to the third.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -60,6 +61,11 @@ class CandidateResult:
 
     def finished(self, routing: str) -> bool:
         return not self.failure and bool(self.runs.get(routing))
+
+
+def rounds_run(results: Sequence[CandidateResult]) -> int:
+    """The fewest rounds of a routing."""
+    return min((len(runs) for result in results if not result.failure for runs in result.runs.values()), default=0)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.runner import Options
-from moefold.bench.layer_bench import DenseMatmuls
+from moefold.bench.layer_bench import DenseMatmuls, multiplied_dtype
 from moefold.bench.layer_workload import DTYPES, LayerShape, draw_input, draw_weights, route
 
 
 class DenseRoofline:
     def __init__(self, options: Options) -> None:
-        self.matmuls = DenseMatmuls.of_layer(LayerShape(**options["shape"]), DTYPES[options["dtype"]])
+        self.matmuls = DenseMatmuls.of_layer(LayerShape(**options["shape"]), multiplied_dtype(options["dtype"], "cpu"))
 
     def prepare(self, seed: int) -> None:
         """Nothing to prepare: there is no routing."""

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     add_common_options(parser)
     args = parser.parse_args(words)
     check_common_options(args)
-    setting = Setting(args.dtype, args.threads, False, args.rounds, args.warm, (CHANGING,))
+    setting = Setting(args.dtype, args.threads, False, args.rounds, args.warm, (CHANGING,), args.budget)
     names = selected(names_of(args.candidates))
     comparison, found = compare_steps(setting, names, changes_of(args), progress_line())
     return show(args, [(comparison, BASES, found)])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefold.nn.matmul_kernels import GroupedMatmul
-from moefold.parallel import parallelize
+from moefold.parallel import rank_interfaces
 
 
 class AutogradMatmul:
@@ -25,9 +25,9 @@ class AutogradMatmul:
 @contextmanager
 def matmuls_by_autograd() -> Iterator[None]:
     """Local models that are built inside have the reference's matmuls."""
-    before = parallelize.matmul_policy_named
-    parallelize.matmul_policy_named = lambda *_: AutogradMatmul()  # type: ignore[assignment]
+    before = rank_interfaces.matmul_policy_named
+    rank_interfaces.matmul_policy_named = lambda *_: AutogradMatmul()  # type: ignore[assignment]
     try:
         yield
     finally:
-        parallelize.matmul_policy_named = before
+        rank_interfaces.matmul_policy_named = before

@@ -161,10 +161,10 @@ def _counted_step(layer: MoELayer, x_tD: Tensor, batch: Batch) -> LayerWork:
 
 def ep_layer(dispatcher: Dispatcher, moe: MoEConfig, kernels: MoEKernels, ep: int = EP) -> MoELayer:
     """In bfloat16, its router in float32, with this rank's part of the experts; without a shared expert."""
-    route = None if kernels.route is MOE_IN_TORCH.route else kernels.route
+    route, balance = kernels.for_router()
     mine = replace(moe, num_experts=moe.num_experts // ep)
     experts = Experts(mine, DIM, expert_backend("grouped", ParameterMatmul(), kernels=kernels)(mine)).bfloat16()
-    router = Router(moe, DIM, LocalTokens(), route=route, balance_term=kernels.balance_term)
+    router = Router(moe, DIM, LocalTokens(), route=route, balance=balance)
     layer = MoELayer(router, dispatcher, experts)
     torch.manual_seed(0)
     for parameter in layer.parameters():

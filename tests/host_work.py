@@ -21,20 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefold.nn.capture_rules import HOST_READS, why_it_waits
+
 ATEN = torch.ops.aten
-# bincount and histc find their size or their range on the host, though no tag says so.
-READS_DATA = {ATEN._local_scalar_dense, ATEN.is_nonzero, ATEN.equal, ATEN.bincount, ATEN.histc}
-TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-# These carry a tag for only one of their uses, which is looked at separately.
-INDEXING = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
-ESCAPES = {
-    getattr(Tensor, name)
-    for name in ("numpy", "__array__", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
-}
 # Memory without contents, and other names for what is there.
 FREE = {
     ATEN.empty,
@@ -118,7 +110,7 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ESCAPES and not self.seen.paused:
+        if func in HOST_READS and not self.seen.paused:
             self.seen.waits.append(f"Tensor.{func.__name__} reads values on the host")
         return func(*args, **(kwargs or {}))
 
@@ -130,25 +122,3 @@ def launches(op: Any) -> bool:
     returns = op._schema.returns
     views = [result for result in returns if result.alias_info is not None and not result.alias_info.is_write]
     return not (returns and len(views) == len(returns))
-
-
-def why_it_waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    packet = op.overloadpacket
-    if packet in INDEXING:
-        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-        return "with a boolean mask has as many rows as the mask has hits" if masks else None
-    if packet is ATEN.repeat_interleave:
-        return "without output_size asks for the sum" if kwargs.get("output_size") is None else None
-    if packet in (ATEN._to_copy, ATEN.copy_):
-        return _blocking_copy(packet, args, kwargs)
-    if packet in READS_DATA or TAGS & set(op.tags):
-        return "reads data on the host"
-    return None
-
-
-def _blocking_copy(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    source = args[0] if packet is ATEN._to_copy else args[1]
-    target = kwargs.get("device") if packet is ATEN._to_copy else args[0].device
-    if target is None or torch.device(target) == source.device or kwargs.get("non_blocking"):
-        return None
-    return f"waits for a copy from {source.device} to {target}"

@@ -30,6 +30,7 @@ import moefold.comm.collectives
 import moefold.comm.p2p
 import moefold.pipeline.step
 import moefold.train.train_loop
+from moefold.comm.shared_memory import SharedMemory
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
@@ -136,7 +137,7 @@ def _call(owner: Any, name: str, choices: int) -> Point:
 
 POINTS = {
     "reading data": Point(lambda n, die: _before(moefold.train.train_loop, "read_step", n, die), 3, 0),
-    "inside an exchange": _call(moefold.comm.collectives, "_all_to_all", 40),
+    "inside an exchange": _call(SharedMemory, "all_to_all", 40),
     "inside a sum": _call(moefold.comm.collectives, "_all_reduce", 20),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
     "mid-optimizer": Point(_mid_optimizer, 3, 0),

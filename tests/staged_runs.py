@@ -56,7 +56,8 @@ def staged_run(
         name="staged",
         model=model,
         precision=precision,
-        kernels=KernelsConfig(experts=experts),
+        # As in the references of tests, on every CPU.
+        kernels=KernelsConfig(experts=experts, cpu_matmul="compute"),
         parallel=ParallelConfig(**parallel),
         memory=MemoryConfig(recompute=recompute),
     )

@@ -16,12 +16,24 @@ from moefold.topology.folded_layout import fold
 
 
 def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[Any]:
-    """Run ``work(groups)`` on every rank of a layout; an assertion that fails on a rank fails here."""
-    parallel = ParallelConfig(**degrees)
+    """Run ``work(groups)`` on every rank of a layout; an assertion that fails on a rank fails here.
+
+    By gloo unless ``cpu_exchange`` says otherwise: an exchange is one operation, as it is on GPUs.
+    """
+    parallel = ParallelConfig(**{"cpu_exchange": "gloo", **degrees})
     layout = fold(parallel, world)
 
     def live(rank: int) -> Any:
-        return work(Groups(layout, rank, Ledger(), timedelta(seconds=120), ep_inner=parallel.ep_inner))
+        return work(
+            Groups(
+                layout,
+                rank,
+                Ledger(),
+                timedelta(seconds=120),
+                ep_inner=parallel.ep_inner,
+                share_memory=parallel.cpu_exchange == "shared_memory",
+            )
+        )
 
     return spawn_ranks(live, world, seconds=300)
 

@@ -13,10 +13,11 @@ from traceback import extract_stack
 from typing import Any
 
 import torch
-from tests.host_work import ESCAPES, why_it_waits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefold.nn.capture_rules import HOST_READS, why_it_waits
 
 
 class HostSyncError(AssertionError):
@@ -37,7 +38,7 @@ class _WatchMethods(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ESCAPES:
+        if func in HOST_READS:
             raise HostSyncError(f"Tensor.{func.__name__} reads values on the host, at {_where()}")
         return func(*args, **(kwargs or {}))
 

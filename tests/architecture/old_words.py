@@ -39,7 +39,7 @@ FILES = {
     "parallel/context_heads": "parallel/ulysses",
     "parallel/context_plan": "parallel/ring_plan",
     "pipeline/flight": "pipeline/pipeline_state",
-    "pipeline/tape": "pipeline/phase_autograd",
+    "pipeline/tape": "nn/phase_autograd",
     "comm/lanes": "comm/comm_stream",
     "comm/pipes": "comm/p2p",
     "comm/launch": "comm/spawn",

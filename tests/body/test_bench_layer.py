@@ -14,7 +14,7 @@ from tests.pages import assert_whole
 from benchmarks import attention, attention_candidates, dispatch, layer
 from benchmarks.attention_candidates import AttentionShape
 from benchmarks.command_line import run_script
-from benchmarks.comparison import Setting, run_comparison
+from benchmarks.comparison import Setting, run_comparison, too_slow
 from benchmarks.comparison_report import comparison_json, comparison_text
 from benchmarks.dispatch import DISPATCHERS
 from benchmarks.layer_candidates import BASELINES, CANDIDATES, MOEFOLD
@@ -23,7 +23,7 @@ from benchmarks.results import CHANGING, FIXED, CandidateResult, CandidateSpec, 
 from benchmarks.runner import Checked, Options
 from benchmarks.targets import AS_LAUNCHED, BEST_PEER, SAME, Target, verdicts
 from benchmarks.timed_layer import saved_for_backward
-from moefold.bench.clock import spread
+from moefold.bench.clock import rounds_within, spread
 from moefold.bench.layer_workload import SHAPES, LayerShape
 from moefold.cli.main import main
 
@@ -182,6 +182,55 @@ def test_candidates_alternate_and_failures_are_reported() -> None:
     assert len(moefold.runs[FIXED]) == len(moefold.runs[CHANGING]) == 2
     assert moefold.saved and moefold.error is not None and moefold.error < 1e-5
     assert "changing routing, rounds 2" in said
+
+
+class Clock:
+    """Stands still but for what rounds take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def rounds(self, budget: float, rounds: int, warm: int, *seconds: float) -> tuple[int, int]:
+        """How many are warm-up and how many count, where the last time is that of all further rounds."""
+        found = [0, 0]
+        for number, round_ in enumerate(rounds_within(budget, rounds, warm, lambda: self.now)):
+            found[round_.counts] += 1
+            assert round_.number == found[round_.counts] and round_.of == (rounds if round_.counts else warm)
+            self.now += seconds[min(number, len(seconds) - 1)]
+        return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds", "expected"),
+    [
+        (float("inf"), (1.0,), (8, 9)),
+        (30.0, (0.1,), (8, 9)),
+        # 17 rounds of three seconds do not fit: warm-up gets 8/17 of them.
+        (30.0, (3.0,), (4, 6)),
+        # The first run plans GEMMs and takes five times as long.
+        (30.0, (10.0, 2.0), (1, 9)),
+        # One round counts whatever it takes, after one of warm-up.
+        (30.0, (100.0,), (1, 1)),
+    ],
+)
+def test_rounds_fit_a_budget(budget: float, seconds: tuple[float, ...], expected: tuple[int, int]) -> None:
+    clock = Clock()
+    assert clock.rounds(budget, 9, 8, *seconds) == expected
+    assert clock.now <= budget or expected == (1, 1)
+
+
+def test_no_warm_up_is_none() -> None:
+    assert Clock().rounds(5.0, 3, 0, 1.0) == (0, 3) and Clock().rounds(float("inf"), 3, 0, 1.0) == (0, 3)
+
+
+def test_the_slowest_peers_are_left_out_until_a_verdict_fits() -> None:
+    """Seven rounds need 7 * (1 + 1 + 9 + 4) = 105 s with all, 42 s without the slowest, 14 s without both peers."""
+    taken, peers = [1.0, 1.0, 9.0, 4.0], [False, False, True, True]
+    assert too_slow(taken, peers, 200.0) == []
+    assert too_slow(taken, peers, 100.0) == [2]
+    assert too_slow(taken, peers, 41.0) == [2, 3]
+    # moefold and the lower bounds stay, and who has failed already does not count.
+    assert too_slow(taken, peers, 1.0) == [2, 3] and too_slow([1.0, 0.0], [False, True], 1.0) == []
 
 
 @pytest.mark.slow

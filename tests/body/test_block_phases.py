@@ -42,9 +42,14 @@ def test_names_and_streams() -> None:
     assert [(p.name, p.stream) for p in moe.phases(batch)] == [
         ("attention", Stream.COMPUTE),
         ("route", Stream.COMPUTE),
-        ("dispatch", Stream.COMM),
+        ("dispatch_counts", Stream.COMM),
+        ("dispatch_prepare", Stream.COMPUTE),
+        ("dispatch_exchange", Stream.COMM),
+        ("dispatch_finish", Stream.COMPUTE),
         ("experts", Stream.COMPUTE),
-        ("combine", Stream.COMM),
+        ("combine_prepare", Stream.COMPUTE),
+        ("combine_exchange", Stream.COMM),
+        ("combine_finish", Stream.COMPUTE),
         ("output", Stream.COMPUTE),
     ]
 

@@ -154,12 +154,12 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 64, 255])
 def test_deepseek_v3_on_256_ranks(rank: int) -> None:
-    """First, second and last stage: each in minutes on one core, with hundreds of GiB that nobody has."""
+    """First, second and last stage: each in minutes on one core, with more memory than an H100 has."""
     layout = ("pp=4", "vpp=4", "ep=64", "schedule=interleaved")
     run = override(recipe("deepseek_v3"), [*(f"--parallel.{part}" for part in layout), "--data.global_batch=4096"])
     found = dry_run(run, 256, rank)
     assert found.microbatches == 64 and found.seconds < 120
-    assert found.peak_total > 200 * 2**30
+    assert found.peak_total > 80 * 2**30
     assert found.peak["optimizer state"] == pytest.approx(2 * found.peak["parameters"], rel=1e-6)
 
 

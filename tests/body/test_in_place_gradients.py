@@ -71,7 +71,8 @@ def test_flat_buffers_are_added_to_without_a_wide_copy(schedule: str, experts: s
         with WideCopies() as copies:
             run_schedule(local, microbatches(local.run, SHAPES))
         wide = {shape: copies.shapes[shape] for shape in matrices(local) if copies.shapes[shape]}
-        assert (not wide) == (in_place or schedule == "zb_h1"), wide
+        # Schedules that defer weight gradients write them where they are summed anyway.
+        assert (not wide) == (in_place or schedule != "1f1b"), wide
         found.append(gradients(local))
     for name, gradient in found[0].items():
         assert gradient.dtype == torch.float32 and torch.equal(gradient, found[1][name]), name

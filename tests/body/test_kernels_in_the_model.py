@@ -75,7 +75,6 @@ def test_kernels_compute_what_torch_computes(model: ModelConfig) -> None:
 
 
 def test_every_kernel_is_called() -> None:
-    """All but the balance statistics, which the losses do not ask for yet."""
     called: set[str] = set()
 
     def noted(job: str) -> object:
@@ -90,7 +89,7 @@ def test_every_kernel_is_called() -> None:
     kernels = MoEKernels(**{job: noted(job) for job in JOBS})  # type: ignore[arg-type]
     for model in MODELS.values():
         loss_and_gradients(model, kernels)
-    assert called == {*JOBS} - {"balance_stats"}
+    assert called == {*JOBS}
 
 
 def test_recorded_choices_are_played_back_all_the_same() -> None:

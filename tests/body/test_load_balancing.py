@@ -12,14 +12,17 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
-from moefold.moe.load_balancing import BalanceLosses, balance_losses, update_expert_bias
+from moefold.moe.kernels import moe_references as in_torch
+from moefold.moe.load_balancing import IN_TORCH, BalanceKernels, BalanceLosses, balance_losses, update_expert_bias
 from moefold.moe.routing_policies import TopKAssignment
+from moefold.moe.topk import keep_real
 from moefold.nn.batch import Batch, TokenSets, whole_batch
 from moefold.nn.parallel_interfaces import LocalTokens
 
 EXPERTS, TOP_K, STEP_TOKENS, STEP_SEQUENCES = 6, 2, 60, 13
 ALL_ON = BalanceConfig(microbatch=0.5, sequence=0.25, global_batch=2.0, device=3.0, device_groups=3, z=0.125)
 CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, balance=ALL_ON)
+SUMS = {"by token": IN_TORCH, "by set": BalanceKernels(stats=in_torch.balance_stats)}
 
 
 def batch_of(num_tokens: int = 20, sequences: int = 4, microbatches: int = 2) -> Batch:
@@ -87,15 +90,18 @@ def expected(
     )
 
 
+@pytest.mark.parametrize("kernels", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize(
     ("kind", "mean", "earlier"),
     list(product(("softmax", "sigmoid"), ("sequences", "tokens"), (None, torch.tensor([7, 0, 3, 1, 0, 9])))),
 )
-def test_losses_and_gradients_equal_the_definition(kind: Any, mean: Any, earlier: Tensor | None) -> None:
+def test_losses_and_gradients_equal_the_definition(
+    kind: Any, mean: Any, earlier: Tensor | None, kernels: BalanceKernels
+) -> None:
     balance = replace(ALL_ON, sequence_mean=mean)
     config, batch = replace(CONFIG, router=RouterConfig(score=kind), balance=balance), batch_of()
     logits, choice = draw()
-    ours = balance_losses(config, logits, choice, batch, LocalTokens(), earlier)
+    ours = balance_losses(config, logits, choice, batch, LocalTokens(), earlier, kernels=kernels)
     theirs = expected(logits, choice, batch, kind, mean, earlier)
     for name, a, b in zip(BalanceLosses._fields, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
@@ -103,8 +109,35 @@ def test_losses_and_gradients_equal_the_definition(kind: Any, mean: Any, earlier
         torch.testing.assert_close(grad_a, grad_b, msg=lambda text, name=name: f"{name}, gradient: {text}")
 
 
+def test_padding_is_in_no_sum_of_a_set() -> None:
+    """Statistics by set are those of the tokens that are not padding, with the reference's gradients."""
+    logits, choice = draw()
+    batch = replace(batch_of(), real_S=torch.rand(20, generator=torch.Generator().manual_seed(1)) < 0.7)
+    plain = TopKAssignment(choice.experts, keep_real(choice.experts, None, batch.real_S))
+    losses = [balance_losses(CONFIG, logits, plain, batch, LocalTokens(), None, kernels=each) for each in SUMS.values()]
+    torch.testing.assert_close(*(torch.stack(each) for each in losses))
+    weights = torch.arange(1.0, 6.0).double()
+    torch.testing.assert_close(*(torch.autograd.grad(torch.stack(each) @ weights, logits)[0] for each in losses))
+
+
+def test_the_logits_are_read_once_for_each_partition() -> None:
+    """Microbatches for four losses, documents for the loss per sequence; once where only that one is on."""
+    calls: list[int] = []
+
+    def stats(*args: Any) -> in_torch.BalanceStats:
+        calls.append(args[3])
+        return in_torch.balance_stats(*args)
+
+    logits, choice = draw()
+    for balance in (ALL_ON, BalanceConfig(sequence=0.25, z=0.125)):
+        config = replace(CONFIG, balance=balance)
+        balance_losses(config, logits, choice, batch_of(), LocalTokens(), None, kernels=BalanceKernels(stats=stats))
+    assert calls == [2, 4, 4]
+
+
+@pytest.mark.parametrize("kernels", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
+def test_the_parts_of_ranks_add_up_to_the_whole(world: int, kernels: BalanceKernels) -> None:
     """Seven tokens over eight ranks leave one with none."""
     logits, choice = draw(7)
     batch, earlier = batch_of(7, 1, 1), torch.tensor([7, 0, 3, 1, 0, 9])
@@ -112,9 +145,8 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
     def part(tokens: CutTokens) -> BalanceLosses:
         mine = TopKAssignment(tokens.local_shard(choice.experts))
         first = tokens.rank == 0  # what came earlier happened to be all on the first rank
-        return balance_losses(
-            CONFIG, tokens.local_shard(logits), mine, batch, tokens, earlier if first else earlier * 0
-        )
+        before = earlier if first else earlier * 0
+        return balance_losses(CONFIG, tokens.local_shard(logits), mine, batch, tokens, before, kernels=kernels)
 
     whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, LocalTokens(), earlier))
     parts = torch.stack([torch.stack(losses) for losses in on_threads(7, world, part)]).sum(0)

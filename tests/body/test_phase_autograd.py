@@ -19,9 +19,9 @@ from moefold.config.model import ModelConfig
 from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Phase, Stream
+from moefold.nn.phase_autograd import backward_phase, iter_tensors, map_tensors, record
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.overlap import backward_recorded, run_overlapped, run_recorded
-from moefold.pipeline.phase_autograd import backward_phase, iter_tensors, map_tensors, record
 from moefold.pipeline.pipeline_state import add_sums, objective_of, zero_sums
 from moefold.pipeline.runtime import run_schedule
 
@@ -96,7 +96,7 @@ def _plain(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -
 def _taped(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
     given = _given(local_model, stage, batch, seed)
     output, tape = run_recorded(local_model, batch, _counts(local_model), stage, given)
-    backward_recorded(tape, _asked(output, seed))
+    backward_recorded(local_model, tape, _asked(output, seed), None)
     return Run(output, given)
 
 
@@ -213,7 +213,7 @@ def _overlapped(local_model: LocalModel, ahead: StageSpec, back: StageSpec, defe
     )
     assert local_model.weight_grads is not None
     local_model.weight_grads.run_all()
-    backward_recorded(next_tape, _asked(next_output, 2))
+    backward_recorded(local_model, next_tape, _asked(next_output, 2), None)
     return Run(output, given), Run(next_output, next_given)
 
 
@@ -226,7 +226,7 @@ def _in_turn(local_model: LocalModel, ahead: StageSpec, back: StageSpec) -> tupl
         given = _given(local_model, stage, batch, seed)
         output, tape = run_recorded(local_model, batch, sums.counts_ME, stage, given)
         sums = add_sums(sums, local_model, output, batch)
-        backward_recorded(tape, _asked(output, seed))
+        backward_recorded(local_model, tape, _asked(output, seed), None)
         runs.append(Run(output, given))
     return runs[0], runs[1]
 
@@ -259,6 +259,24 @@ def test_a_pair_leaves_no_weight_gradient_to_the_next() -> None:
     output, tape = run_recorded(local_model, first, counts_ME, whole, None)
     run_overlapped(local_model, second, counts_ME, whole, None, tape, _asked(output, 1), None)
     assert "weight gradient" not in log and local_model.weight_grads.is_empty
+
+
+@pytest.mark.parametrize("defer_as", [None, "later"])
+def test_a_backward_alone_computes_weight_gradients_beside_its_exchanges(defer_as: str | None) -> None:
+    alone, plain = (_share(MODELS["mla"]) for _ in range(2))
+    log: list[str] = []
+    alone = replace(alone, comm_stream=Watched(alone.comm_stream, log, lambda: True))
+    assert alone.weight_grads is not None
+    batch, whole = microbatches(alone.run, SHAPES)[0], _stage("whole", MODELS["mla"])
+    output, tape = run_recorded(alone, batch, _counts(alone), whole, None)
+    assert not log
+    backward_recorded(alone, tape, _asked(output, 1), defer_as)
+    assert log.count("wait") == log.count("exchange") > 0 and "weight gradient" in log
+    # After the last wait there are more; the schedule that has deferred them computes them.
+    assert alone.weight_grads.is_empty is (defer_as is None)
+    alone.weight_grads.run_all()
+    _plain(plain, whole, batch, 1)
+    assert_equal(_gradients(alone), _gradients(plain))
 
 
 OVERLAPPING = {"1f1b_overlapped": 1, "interleaved_overlapped": 2, "dualpipe_v": 2}
@@ -295,8 +313,10 @@ def test_exchanges_of_both_are_under_way_together() -> None:
     local_model = replace(local_model, comm_stream=Watched(local_model.comm_stream, log, lambda: False))
     whole = _stage("whole", MODELS["mla"])
     _overlapped(local_model, whole, whole, None)
-    # Dispatch beside combine's backward, then combine beside dispatch's backward.
-    assert log == ["exchange", "exchange", "wait", "exchange", "wait", "exchange", "wait", "wait"]
+    # Dispatch beside combine's backward, then combine beside dispatch's backward; counts are waited for at once. Then
+    # the backward that has no partner, beside its own weight gradients.
+    counts, alone = ["exchange", "wait"], ["exchange", "wait"] * 2
+    assert log == ["exchange", *counts, "exchange", "wait", "exchange", "wait", "exchange", "wait", "wait", *alone]
 
 
 def test_a_recorded_phase_holds_nothing_that_its_backward_does_not_read() -> None:

@@ -119,6 +119,7 @@ SHORT = {
         dispatcher="deduplicated",
         schedule="1f1b_overlapped",
     ),
+    "bounded rows": case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8, dispatcher="all_to_all_bounded"),
     "linear attention": hybrid(16, layers=4, batch=32, ep=8),
     "linear attention, pipeline": hybrid(16, 1, layers=6, batch=32, pp=2, ep=4),
     "adapters": adapted(case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8), rank=16),
@@ -132,6 +133,32 @@ SMALL = {
     "gathered experts": case("mixtral_8x7b_proxy", 4, batch=8, tp=2, ep=2, etp=2, dispatcher="all_gather"),
     "once per rank": case("qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated"),
     "once per rank, split": case("mixtral_8x7b_proxy", 8, batch=8, ep=4, etp=2, dispatcher="deduplicated"),
+    "bounded rows": case(
+        "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="all_to_all_bounded", row_bound=1.1, pair_bound=1.4
+    ),
+    "bounded rows, narrow, split, pipeline": case(
+        "mixtral_8x7b_proxy",
+        8,
+        1,
+        layers=4,
+        batch=16,
+        pp=2,
+        ep=2,
+        etp=2,
+        dispatcher="all_to_all_bounded",
+        precision={"dispatch": "mxfp8"},
+    ),
+    "chunks, split": case("mixtral_8x7b_proxy", 8, batch=8, tp=2, ep=2, etp=2, exchange_chunks=3),
+    "chunks, gathered": case("mixtral_8x7b_proxy", 4, batch=8, ep=4, dispatcher="all_gather", exchange_chunks=2),
+    "chunks, bounded": case(
+        "qwen3_30b_a3b_proxy", 4, batch=8, ep=4, dispatcher="all_to_all_bounded", exchange_chunks=2
+    ),
+    "chunks, once per rank": case(
+        "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated", exchange_chunks=2
+    ),
+    "chunks, once per host": case(
+        "deepseek_v3_proxy", 8, batch=8, cp=2, ep=8, dispatcher="two_level", ep_inner=4, exchange_chunks=2
+    ),
     "once per host": case("deepseek_v3_proxy", 8, batch=8, cp=2, ep=8, dispatcher="two_level", ep_inner=4),
     "once per host, split": case(
         "mixtral_8x7b_proxy", 8, batch=8, tp=2, ep=4, etp=2, dispatcher="two_level", ep_inner=2
@@ -233,6 +260,8 @@ def near(chosen: Case, seen: DryRun) -> None:
     slow_except(
         SMALL,
         "four contexts",
+        "bounded rows",
+        "chunks, split",
         "flat",
         "narrow rows",
         "narrow parts",

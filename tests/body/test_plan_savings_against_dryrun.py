@@ -167,3 +167,20 @@ def test_deferred_weight_gradients_hold_what_was_discarded_or_away() -> None:
 )
 def test_peaks_agree(name: str) -> None:
     assert abs(off_by(name)) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["microbatches in flight", "no pipeline"])
+@pytest.mark.parametrize("steps", [("rows", "gate_up", "activation"), ("gate_up",)])
+def test_pages_are_planned_as_they_are_held(layout: str, steps: tuple[str, ...]) -> None:
+    """Buffers are for half as many rows again as an even routing has. The backward of a layer reads its pages back into
+    such buffers, so that pages help where several layers or microbatches are in flight."""
+    start = {"microbatches in flight": TWO_LAYERS, "no pipeline": LAYOUTS["no pipeline"]}[layout]
+    changes = {"parallel.dispatcher": "all_to_all_bounded", "parallel.row_bound": 1.5, "parallel.pair_bound": 1.6}
+    kept = override(start.run, {"parallel.sharding": "flat", **changes})
+    paged = override(kept, {f"memory.retain.{step}": "page" for step in steps})
+    assert problems(paged, 16) == []
+    before, after = peaks(Case(kept, 16)), peaks(Case(paged, 16))
+    assert before[0] == pytest.approx(before[1], rel=0.02) and after[0] == pytest.approx(after[1], rel=0.02)
+    assert after[0] < before[0] and after[1] < before[1]

@@ -11,9 +11,11 @@ import pytest
 
 from moefold.checks import (
     context,
+    echo,
     engine_limits,
     finetune,
     float16,
+    graphs,
     kernels,
     model,
     narrow_messages,
@@ -40,10 +42,10 @@ from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
-from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig
 from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.config.train import SavingConfig, StragglersConfig, TrainConfig
+from moefold.config.train import DpoConfig, RoutingTraceConfig, SavingConfig, StragglersConfig, TrainConfig
 from moefold.recipes.catalog import RECIPES
 
 
@@ -56,6 +58,11 @@ def with_moe(**fields: Any) -> RunConfig:
 
 
 FLAT = ParallelConfig(sharding="flat")
+CLONED = ParallelConfig(ep=2, echo=EchoConfig())
+GRAPHS = KernelsConfig(graphs="partial")
+WHOLE = KernelsConfig(graphs="partial", graph_scope=("attn", "moe_router", "moe"))
+GRAPHED = RunConfig(parallel=FLAT, kernels=GRAPHS)
+BOUNDED = replace(FLAT, ep=2, dispatcher="all_to_all_bounded")
 
 
 ALIGNED = ParallelConfig(ep=2, dispatcher="all_to_all_aligned")
@@ -85,6 +92,10 @@ def in_formats(
         precision=PrecisionConfig(**formats),
         kernels=KernelsConfig(experts, backend),
     )
+
+
+def _with_experts(kind: Any = "topk") -> ModelConfig:
+    return ModelConfig(moe=MoEConfig(router=RouterConfig(kind=kind)))
 
 
 def _wsd_of_200_steps(decay: int) -> RunConfig:
@@ -122,7 +133,55 @@ def hybrid(parallel: ParallelConfig | None = None, **linear: int) -> RunConfig:
 LINEAR = "model.linear_attention"
 HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.router"
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
+BESIDE = ParallelConfig(ep=2, overlap=("shared_experts",))
+CHUNKS = ParallelConfig(ep=2, exchange_chunks=2)
+SHARED = ModelConfig(moe=MoEConfig(shared_hidden_dim=64))
 CASES = [
+    (
+        parallel.shared_experts_have_an_exchange_of_their_own,
+        RunConfig(model=SHARED, parallel=BESIDE),
+        RunConfig(model=ModelConfig(moe=MoEConfig()), parallel=BESIDE),
+        "parallel.overlap",
+    ),
+    (
+        parallel.shared_experts_have_an_exchange_of_their_own,
+        RunConfig(model=SHARED, parallel=replace(BESIDE, schedule="zb_h1")),
+        RunConfig(model=SHARED, parallel=replace(BESIDE, schedule="1f1b_overlapped")),
+        "parallel.overlap",
+    ),
+    (
+        parallel.shared_experts_have_an_exchange_of_their_own,
+        RunConfig(model=SHARED, parallel=BESIDE),
+        RunConfig(model=SHARED, parallel=replace(BESIDE, echo=EchoConfig(slots=1))),
+        "parallel.overlap",
+    ),
+    (
+        parallel.shared_experts_have_an_exchange_of_their_own,
+        RunConfig(model=SHARED, parallel=BESIDE, memory=MemoryConfig(recompute=("attention",))),
+        RunConfig(model=SHARED, parallel=BESIDE, memory=MemoryConfig(recompute=("experts",))),
+        "parallel.overlap",
+    ),
+    *(
+        (
+            parallel.chunks_have_rows_to_exchange,
+            RunConfig(model=SHARED, parallel=CHUNKS),
+            broken,
+            "parallel.exchange_chunks",
+        )
+        for broken in (
+            RunConfig(model=SHARED, parallel=replace(CHUNKS, exchange_chunks=0)),
+            RunConfig(model=SHARED, parallel=replace(CHUNKS, ep=1)),
+            RunConfig(model=ModelConfig(moe=None), parallel=CHUNKS),
+            RunConfig(model=SHARED, parallel=replace(CHUNKS, schedule="1f1b_overlapped")),
+            RunConfig(model=SHARED, parallel=replace(CHUNKS, dispatcher="deepep")),
+            RunConfig(model=SHARED, parallel=replace(CHUNKS, echo=EchoConfig(slots=1))),
+            RunConfig(model=ModelConfig(moe=MoEConfig(capacity=CapacityConfig(1.0, pad=True))), parallel=CHUNKS),
+            RunConfig(model=SHARED, parallel=CHUNKS, precision=PrecisionConfig(recipe="mxfp8")),
+            RunConfig(model=SHARED, parallel=CHUNKS, memory=MemoryConfig(recompute=("experts",))),
+            RunConfig(model=SHARED, parallel=CHUNKS, memory=MemoryConfig(retain=RetainConfig(rows="page"))),
+            RunConfig(model=SHARED, parallel=CHUNKS, kernels=KernelsConfig(graphs="partial")),
+        )
+    ),
     (model.kv_heads_divide_heads, with_model(), with_model(attention=GQAConfig(num_heads=4, num_kv_heads=3)), HEADS),
     (
         model.key_heads_divide_value_heads,
@@ -344,6 +403,36 @@ CASES = [
         "train.stragglers.on_found",
     ),
     (
+        train.traced_routing_is_a_list_of_experts,
+        RunConfig(model=_with_experts(), train=TrainConfig(routing_trace=RoutingTraceConfig(steps=4, replay="there"))),
+        RunConfig(model=ModelConfig(moe=None), train=TrainConfig(routing_trace=RoutingTraceConfig(steps=4))),
+        "train.routing_trace.steps",
+    ),
+    (
+        train.traced_routing_is_a_list_of_experts,
+        RunConfig(model=_with_experts("expert_choice")),
+        RunConfig(
+            model=_with_experts("expert_choice"), train=TrainConfig(routing_trace=RoutingTraceConfig(replay="there"))
+        ),
+        "train.routing_trace.replay",
+    ),
+    (
+        train.traced_routing_is_a_list_of_experts,
+        RunConfig(model=_with_experts(), train=TrainConfig(dpo=DpoConfig())),
+        RunConfig(model=_with_experts(), train=TrainConfig(dpo=DpoConfig(), routing_trace=RoutingTraceConfig(steps=1))),
+        "train.routing_trace.steps",
+    ),
+    (
+        train.traced_routing_is_a_list_of_experts,
+        RunConfig(model=_with_experts(), kernels=KernelsConfig(graphs="partial")),
+        RunConfig(
+            model=_with_experts(),
+            kernels=KernelsConfig(graphs="partial"),
+            train=TrainConfig(routing_trace=RoutingTraceConfig(steps=1)),
+        ),
+        "train.routing_trace.steps",
+    ),
+    (
         train.uploads_have_another_place,
         RunConfig(train=TrainConfig(saving=SavingConfig(upload="s3://bucket/runs"))),
         RunConfig(train=TrainConfig(saving=SavingConfig(upload="s3://name:password@bucket/runs"))),
@@ -533,6 +622,127 @@ CASES = [
         narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="bf16")),
         narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="fp8_blockwise")),
         "parallel.tp",
+    ),
+    (
+        echo.clones_have_other_ranks,
+        RunConfig(parallel=CLONED),
+        RunConfig(parallel=replace(CLONED, ep=1)),
+        "parallel.echo",
+    ),
+    (
+        echo.clones_have_other_ranks,
+        RunConfig(parallel=CLONED),
+        RunConfig(parallel=CLONED, model=ModelConfig(moe=None)),
+        "parallel.echo",
+    ),
+    (
+        echo.clones_have_our_dispatcher,
+        RunConfig(parallel=replace(CLONED, dispatcher="two_level")),
+        RunConfig(parallel=replace(CLONED, dispatcher="deepep")),
+        "parallel.echo",
+    ),
+    (
+        echo.clones_have_counted_rows,
+        RunConfig(parallel=CLONED, model=ModelConfig(moe=MoEConfig(capacity=CapacityConfig()))),
+        RunConfig(parallel=CLONED, model=ModelConfig(moe=MoEConfig(capacity=CapacityConfig(pad=True)))),
+        "parallel.echo",
+    ),
+    (
+        echo.clones_are_wide,
+        RunConfig(parallel=CLONED, precision=PrecisionConfig(compute="bfloat16")),
+        RunConfig(parallel=CLONED, precision=PrecisionConfig(recipe="mxfp8")),
+        "parallel.echo",
+    ),
+    (
+        echo.clones_are_on_the_compute_stream,
+        RunConfig(parallel=replace(CLONED, schedule="zb_h1")),
+        RunConfig(parallel=replace(CLONED, schedule="1f1b_overlapped")),
+        "parallel.echo",
+    ),
+    (
+        graphs.graphs_have_a_scope,
+        RunConfig(kernels=GRAPHS),
+        RunConfig(kernels=replace(GRAPHS, graph_scope=())),
+        "kernels.graph_scope",
+    ),
+    (graphs.graphed_weights_stay_in_place, GRAPHED, RunConfig(kernels=GRAPHS), "kernels.graphs"),
+    (
+        graphs.graphed_microbatches_have_one_shape,
+        GRAPHED,
+        replace(GRAPHED, data=DataConfig(packing="padded")),
+        "kernels.graphs",
+    ),
+    (
+        graphs.graphs_defer_nothing,
+        replace(GRAPHED, parallel=replace(FLAT, schedule="gpipe")),
+        replace(GRAPHED, parallel=replace(FLAT, schedule="zb_h1")),
+        "kernels.graphs",
+    ),
+    (
+        graphs.graphs_defer_nothing,
+        replace(GRAPHED, parallel=replace(FLAT, schedule="interleaved")),
+        replace(GRAPHED, parallel=replace(FLAT, schedule="1f1b_overlapped")),
+        "kernels.graphs",
+    ),
+    (
+        graphs.graphs_have_no_collectives,
+        replace(GRAPHED, parallel=replace(FLAT, ep=2)),
+        replace(GRAPHED, parallel=replace(FLAT, tp=2)),
+        "kernels.graphs",
+    ),
+    (
+        graphs.graphs_have_no_collectives,
+        replace(with_moe(balance=BalanceConfig(global_batch=0.1)), kernels=replace(GRAPHS, graph_scope=("attn",))),
+        replace(with_moe(balance=BalanceConfig(global_batch=0.1)), kernels=GRAPHS),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphed_routers_read_nothing,
+        replace(with_moe(router=RouterConfig(kind="balanced")), kernels=GRAPHS),
+        replace(with_moe(router=RouterConfig(kind="expert_choice")), kernels=GRAPHS),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphed_layers_read_no_counts,
+        RunConfig(kernels=WHOLE, parallel=BOUNDED),
+        RunConfig(kernels=WHOLE, parallel=replace(BOUNDED, dispatcher="all_to_all")),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphed_layers_read_no_counts,
+        RunConfig(kernels=replace(GRAPHS, experts="sequential"), parallel=BOUNDED),
+        RunConfig(kernels=replace(WHOLE, experts="sequential"), parallel=BOUNDED),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphed_layers_read_no_counts,
+        RunConfig(kernels=GRAPHS, parallel=replace(BOUNDED, overlap=("shared_experts",))),
+        RunConfig(kernels=WHOLE, parallel=replace(BOUNDED, overlap=("shared_experts",))),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphs_keep_what_they_compute,
+        replace(GRAPHED, memory=MemoryConfig(recompute=("experts",))),
+        replace(GRAPHED, memory=MemoryConfig(recompute=("attention",))),
+        "kernels.graph_scope",
+    ),
+    (
+        graphs.graphs_keep_what_they_compute,
+        replace(GRAPHED, memory=MemoryConfig(retain=RetainConfig(feed_norm="keep"))),
+        replace(GRAPHED, memory=MemoryConfig(retain=RetainConfig(feed_norm="discard"))),
+        "memory.retain.feed_norm",
+    ),
+    (
+        graphs.graphs_note_nothing_on_the_host,
+        replace(GRAPHED, kernels=replace(GRAPHS, backend="triton")),
+        replace(GRAPHED, kernels=replace(GRAPHS, backend="native")),
+        "kernels.graphs",
+    ),
+    (
+        graphs.graphs_note_nothing_on_the_host,
+        replace(GRAPHED, kernels=replace(GRAPHS, graph_scope=("moe_router",)), optim=OptimConfig(qk_clip=100.0)),
+        replace(GRAPHED, optim=OptimConfig(qk_clip=100.0)),
+        "kernels.graphs",
     ),
     (
         narrow_messages.narrow_rows_have_our_dispatcher,

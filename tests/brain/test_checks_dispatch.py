@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from moefold.checks import parallel
 from moefold.checks.run_all import problems
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig
-from moefold.config.parallel import LinkConfig, ParallelConfig
+from moefold.config.parallel import EchoConfig, LinkConfig, ParallelConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 
 
@@ -19,6 +21,7 @@ def over(pad: bool = False, **parallel: Any) -> RunConfig:
     return RunConfig(model=ModelConfig(moe=MoEConfig(capacity=capacity)), parallel=ParallelConfig(**parallel))
 
 
+BOUNDED = over(ep=4, dispatcher="all_to_all_bounded")
 CASES = [
     (
         parallel.padded_capacity_has_fixed_row_counts,
@@ -43,6 +46,48 @@ CASES = [
         over(ep=4, dispatcher="two_level", ep_inner=2),
         over(ep=4, dispatcher="deduplicated", ep_inner=2),
         "parallel.ep_inner",
+    ),
+    (
+        parallel.row_bounds_hold_an_even_routing,
+        over(ep=4, dispatcher="all_to_all_bounded", row_bound=1.0, pair_bound=1.0),
+        over(ep=4, dispatcher="all_to_all_bounded", row_bound=0.9),
+        "parallel.row_bound",
+    ),
+    (
+        parallel.row_bounds_hold_an_even_routing,
+        over(ep=4, dispatcher="all_to_all_bounded", row_bound=1.5),
+        over(ep=4, dispatcher="all_to_all_bounded", row_bound=1.6),
+        "parallel.pair_bound",
+    ),
+    (
+        parallel.row_bounds_are_used,
+        over(ep=4, dispatcher="all_to_all_bounded", row_bound=1.1),
+        over(ep=4, row_bound=1.1),
+        "parallel.row_bound",
+    ),
+    (
+        parallel.bounded_rows_are_counted_on_the_device,
+        over(pad=True, ep=4),
+        over(pad=True, ep=4, dispatcher="all_to_all_bounded"),
+        "parallel.dispatcher",
+    ),
+    (
+        parallel.bounded_rows_are_counted_on_the_device,
+        BOUNDED,
+        replace(BOUNDED, precision=PrecisionConfig(recipe="mxfp8")),
+        "parallel.dispatcher",
+    ),
+    (
+        parallel.bounded_rows_are_counted_on_the_device,
+        over(ep=4, echo=EchoConfig()),
+        over(ep=4, dispatcher="all_to_all_bounded", echo=EchoConfig()),
+        "parallel.dispatcher",
+    ),
+    (
+        parallel.bounded_rows_are_counted_on_the_device,
+        replace(BOUNDED, kernels=KernelsConfig(experts="fused")),
+        replace(BOUNDED, kernels=KernelsConfig(experts="deepgemm")),
+        "kernels.experts",
     ),
 ]
 

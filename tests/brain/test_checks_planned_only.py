@@ -58,6 +58,7 @@ MUST_BE_REFUSED: dict[str, object] = {
     "memory.offload": "moe_act",
     "memory.offload_layers": 1,
     "kernels.graphs": "full",
+    "kernels.graph_scope": "moe_preprocess",
 }
 VALUES = [(row, value) for row in PLANNED_ONLY for value in offered(row)]
 

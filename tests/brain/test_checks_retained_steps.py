@@ -60,12 +60,48 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
         {"rows": "quantize", "gate_up": "discard", "precision.recipe": "mxfp8"},
         "memory.retain.rows",
     ),
+    (
+        retained_steps.paged_steps_are_rows_of_a_bound,
+        {"rows": "page", "parallel.ep": 2, "parallel.dispatcher": "all_to_all_bounded"},
+        {"rows": "page", "parallel.ep": 2},
+        "memory.retain.rows",
+    ),
+    (
+        retained_steps.paged_steps_are_rows_of_a_bound,
+        {"activation": "page", "parallel.ep": 2, "parallel.dispatcher": "all_to_all_bounded"},
+        {"core": "page", "parallel.ep": 2, "parallel.dispatcher": "all_to_all_bounded"},
+        "memory.retain.core",
+    ),
+    (
+        retained_steps.pages_hold_an_even_routing,
+        {"rows": "page", "parallel.dispatcher": "all_to_all_bounded", "memory.page_bound": 1.0},
+        {"rows": "page", "parallel.dispatcher": "all_to_all_bounded", "memory.page_bound": 0.9},
+        "memory.page_bound",
+    ),
+    (
+        retained_steps.pages_hold_an_even_routing,
+        {"rows": "page", "parallel.dispatcher": "all_to_all_bounded", "memory.page_spill": 0.5},
+        {"rows": "page", "parallel.dispatcher": "all_to_all_bounded", "memory.page_spill": 1.0},
+        "memory.page_spill",
+    ),
+    (
+        retained_steps.pages_hold_an_even_routing,
+        {"rows": "page", "parallel.dispatcher": "all_to_all_bounded", "memory.page_rows": 1},
+        {"memory.page_rows": 32},
+        "memory.page_rows",
+    ),
     (retained_steps.host_bound_is_positive, {"memory.host_gib": 1}, {"memory.host_gib": 0}, "memory.host_gib"),
     (
         kernels.fused_experts_keep_their_first_gemm,
         {"gate_up": "discard", "kernels.experts": "grouped"},
         {"gate_up": "discard", "kernels.experts": "fused"},
         "memory.retain.gate_up",
+    ),
+    (
+        kernels.fused_experts_keep_their_first_gemm,
+        {"rows": "page", "kernels.experts": "grouped"},
+        {"rows": "page", "kernels.experts": "fused", "parallel.dispatcher": "all_to_all_bounded"},
+        "memory.retain.rows",
     ),
 ]
 

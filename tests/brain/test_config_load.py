@@ -75,7 +75,7 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         "parallel.tp: must be a whole number, not 2.0",
         "parallel.ep: must be a whole number, not '8'; remove the quotes",
         "parallel.dispatcher: cannot be 'ring'; choose 'all_to_all', 'all_gather', "
-        "'deduplicated', 'two_level', 'all_to_all_aligned', 'adaptive', 'deepep', "
+        "'deduplicated', 'two_level', 'all_to_all_aligned', 'all_to_all_bounded', 'adaptive', 'deepep', "
         "'deepep_elastic', 'symmetric_memory' or 'hybridep'",
         "sead: unknown key; did you mean 'seed'? "
         "known here: name, seed, model, parallel, precision, kernels, data, optim, train, memory",

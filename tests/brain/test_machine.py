@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from moefold.api.plans import plan
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of_machine
-from moefold.hardware.machine import Crowd, Machine, Operation, Wire, machine_json, read_machine
+from moefold.hardware.machine import Crowd, Machine, Operation, Wire, machine_json, over_link, read_machine
+from moefold.plan.predict import predict
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload, workload_of_run
 from moefold.recipes.debug import debug_10m
@@ -110,6 +112,33 @@ def test_messages_cost_what_they_were_measured_to_cost() -> None:
     assert seconds(1, cheap) == seconds(1, dear)
     for parallel in ({}, {"tp": 2}, {"ep": 2}, {"cp": 2}, {"pp": 2}):
         assert seconds(2, dear, **parallel) > 1.2 * seconds(2, cheap, **parallel)
+
+
+def test_bytes_cross_a_link_as_often_as_they_are_sent() -> None:
+    """A gigabyte per second is a microsecond per kilobyte; an exchange crosses four times, keys and values three."""
+    before, after = made_up(), over_link(made_up(), 1.0)
+    for wire, slower in zip(before.wires, after.wires, strict=True):
+        times = {"exchange": 4, "context": 3}.get(wire.operation, 1)
+        assert slower.us == pytest.approx([wire.us[0] + times * 1.0, wire.us[1] + times * 1e3])
+    assert replace(after, wires=before.wires) == before
+    # A link that is fast enough changes nothing, a slow one becomes the wall.
+    walls = [predict(workload(2, over_link(before, gb_s), ep=2)).wall for gb_s in (1e6, 1e-3)]
+    assert walls == ["compute", "communication"]
+    assert seconds(2, over_link(before, 1e9), ep=2) == pytest.approx(seconds(2, before, ep=2))
+
+
+def test_what_the_host_does_beside_is_added_to_the_step() -> None:
+    busy = replace(made_up(), host_ms=250.0)
+    assert seconds(2, busy, ep=2) == pytest.approx(seconds(2, made_up(), ep=2) + 0.25)
+    assert predict(workload(2, replace(busy, host_ms=1e4), ep=2)).wall == "host"
+
+
+def test_a_plan_takes_the_link_of_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(machine_json(made_up()))
+    run = override(debug_10m(), {"parallel.ep": "2"})
+    near, far = (plan(run, gpus=2, machine=path, nic_gb_s=gb_s, search=False) for gb_s in (None, 1e-3))
+    assert (near.wall, far.wall) == ("compute", "communication")
 
 
 def test_imbalance_counts_where_experts_are_spread() -> None:

@@ -14,11 +14,14 @@ from moefold.config.run import RunConfig
 from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.op_costs import head_of, sizes_of
 from moefold.plan.predict import predict
+from moefold.plan.timing.layer_time import exposed_exchanges
 from moefold.plan.timing.step_time import predict_time, step_time
 from moefold.plan.timing.step_timeline import step_timeline
 from moefold.plan.timing.throughput import conversion_passes
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, PlannedFormat, Workload, changed, in_format
 from moefold.recipes.catalog import RECIPES
+from moefold.schedule.layer_operations import STEPS, simulate_order
+from moefold.schedule.layer_orders import layer_order
 
 Sections = dict[str, dict[str, object]]
 
@@ -47,8 +50,7 @@ def _both(one: Sections, other: Sections) -> Sections:
 
 DATED: Sections = {"framework": {"date": 2026.2}}
 GRAPHED: Sections = {
-    "kernels": {"graphs": "partial"},
-    "framework": {"graph_parts": frozenset({"attn", "moe_router", "moe_preprocess"})},
+    "kernels": {"graphs": "partial", "graph_scope": ("attn", "moe_router", "moe_preprocess")},
 }
 HYBRID = _both(_both(DATED, GRAPHED), {"parallel": {"dispatcher": "hybridep"}})
 PAIRED = _both(HYBRID, {"parallel": {"overlap": ("ep",)}})
@@ -172,3 +174,54 @@ def test_a_matmul_that_stays_wide_costs_what_it_does_in_a_wide_run() -> None:
         head = head_of(workload.model.vocab, sizes_of(workload)).forward.gemm_flops
         seconds.append(head / workload.cluster.gpu.matmul_units(matmul_bits(workload.casts))[1])
     assert seconds[1:] == pytest.approx([seconds[0]] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("gpus", [16, 64])
+def test_a_shared_expert_beside_the_exchanges_hides_at_most_what_it_computes(gpus: int) -> None:
+    plain = _job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
+    beside = changed(plain, parallel={"overlap": ("shared_experts",)})
+    one, two = predict_time(plain), predict_time(beside)
+    assert two.step_seconds < one.step_seconds
+
+
+@pytest.mark.parametrize("name", ["sequential", "shared_experts", "chunks", "chunks_shared_experts"])
+@pytest.mark.parametrize(("exchange", "experts"), [(2.0, 3.0), (3.0, 1.0), (0.5, 4.0)])
+def test_exposed_exchanges_are_those_of_the_simulated_order(name: str, exchange: float, experts: float) -> None:
+    """Of one layer's forward, with nothing else in it that takes time."""
+    costs = dict.fromkeys((step.name for step in STEPS), 0.0)
+    costs |= {"dispatch_exchange": exchange, "combine_exchange": exchange, "experts_up": experts}
+    if "shared_experts" in name:
+        costs |= {"shared_up": 1.0, "shared_down": 0.5}
+    order = [operation for operation in layer_order(name, 1, costs).order if operation.direction == "F"]
+    halves = (1.0, 0.5) if "shared_experts" in name else (0.0, 0.0)
+    chunks = 2 if "chunks" in name else 1
+    timeline = simulate_order(name, order)
+    assert timeline.exposed == pytest.approx(exposed_exchanges(exchange, experts, *halves, chunks))
+
+
+def test_chunks_hide_more_the_more_they_are() -> None:
+    exposed = [exposed_exchanges(1.0, 4.0, 0.0, 0.0, chunks) for chunks in (1, 2, 4, 8)]
+    assert exposed == pytest.approx([2.0, 1.0, 0.5, 0.25])
+    # Never less than what the link takes longer than everything that computes.
+    assert exposed_exchanges(3.0, 1.0, 0.5, 0.5, 64) == pytest.approx(6.0 - 2.0)
+
+
+@pytest.mark.parametrize("gpus", [16, 64])
+def test_chunks_make_a_step_shorter(gpus: int) -> None:
+    plain = _job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
+    steps = [predict_time(changed(plain, parallel={"exchange_chunks": chunks})).step_seconds for chunks in (1, 2, 4)]
+    both = changed(plain, parallel={"exchange_chunks": 4, "overlap": ("shared_experts",)})
+    assert steps[0] > steps[1] > steps[2] > predict_time(both).step_seconds
+
+
+def test_bounded_rows_wait_for_no_count() -> None:
+    """The same bytes, and no read of counts on the host: the step is shorter by what the host waited."""
+    run = replace(
+        RECIPES["deepseek_v2_lite"](),
+        parallel=ParallelConfig(ep=8, dispatcher="all_to_all_bounded", row_bound=1.0, pair_bound=1.0),
+        data=DataConfig(4096, 64, 1),
+    )
+    bounded = Workload(run, cluster_of("H100", 16), Framework("moefold"))
+    counted = changed(bounded, parallel={"dispatcher": "all_to_all"})
+    one, two = predict_time(bounded), predict_time(counted)
+    assert one.of("host") < two.of("host") and one.step_seconds < two.step_seconds

@@ -68,6 +68,10 @@ def _dispatchers() -> dict[str, LabCase]:
             BASE, 4, 4, parallel__pp=2, parallel__ep=2, parallel__schedule="1f1b_overlapped",
             parallel__dispatcher=name, **({"parallel__ep_inner": 2} if inner else {}),
         )  # fmt: skip
+        found[f"{name} in chunks"] = case(
+            "deepseek_v2_lite_proxy", 4, 1, parallel__ep=4, parallel__exchange_chunks=2,
+            parallel__overlap=("shared_experts",), parallel__dispatcher=name, **inner,
+        )  # fmt: skip
     capacity = {"model__moe__capacity__factor": 1.5}
     found["capacity"] = case("qwen3_30b_a3b_proxy", 2, 1, parallel__ep=2, **capacity)
     found["capacity, padded"] = case(
@@ -111,6 +115,23 @@ def _shardings() -> dict[str, LabCase]:
     }
 
 
+def _graphs() -> dict[str, LabCase]:
+    """Several microbatches in each slot: one before the capture, one that is captured, and replays."""
+    # Without collectives inside of the router.
+    flat = {"parallel__sharding": "flat", "kernels__graphs": "partial", "model__moe__balance__global_batch": 0.0}
+    whole = {"kernels__graph_scope": ("attn", "moe_router", "moe", "mlp"), "parallel__dispatcher": "all_to_all_bounded"}
+    return {
+        "graphs": case(BASE, 2, 4, parallel__ep=2, **flat),
+        "graphs in a pipeline": case(BASE, 4, 6, parallel__pp=2, parallel__ep=2, model__num_mtp=1, **flat),
+        "graphs of layers": case("qwen3_30b_a3b_proxy", 4, 4, parallel__ep=4, **flat, **whole),
+        "graphs of layers in a pipeline": case(
+            BASE, 4, 8, parallel__pp=2, parallel__vpp=2, parallel__ep=2, parallel__schedule="interleaved",
+            model__num_layers=4, **flat, **whole,
+        ),
+        "graphs of torch's kernels": case(BASE, 2, 4, parallel__ep=2, kernels__backend="torch", **flat, **whole),
+    }  # fmt: skip
+
+
 def _documents() -> dict[str, LabCase]:
     return {
         "masked documents": case(BASE, 2, 1, data__packing="concat_masked", parallel__ep=2),
@@ -146,5 +167,6 @@ def _narrow() -> dict[str, LabCase]:
 
 
 CASES: dict[str, LabCase] = {
-    **_proxies(), **_schedules(), **_dispatchers(), **_contexts(), **_shardings(), **_documents(), **_narrow()
+    **_proxies(), **_schedules(), **_dispatchers(), **_contexts(), **_shardings(), **_documents(), **_narrow(),
+    **_graphs(),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moefold.comm.p2p as p2p
 import moefold.comm.spawn as spawn
-import moefold.parallel.parallelize as parallelize
+import moefold.dryrun.dry_run as dry_run
 import moefold.pipeline.step as step
 from moefold.comm.p2p import CudaCommStream
 from moefold.comm.process_groups import Group
@@ -104,7 +104,7 @@ def a_second_host_thread() -> Iterator[None]:
         def submit(self, work: Callable[[], Any]) -> Any:
             return self._thread.submit(partial(super().submit, work)).result()
 
-    with patch.object(parallelize, "comm_stream", Threaded):
+    with patch.object(dry_run, "comm_stream", Threaded):
         yield
 
 

@@ -134,18 +134,16 @@ def test_rows_received_by_expert_are_permuted_to_be_padded() -> None:
         torch.testing.assert_close(one, two)
 
 
-class Recorder:
+class Recorder(LocalDispatcher):
     """Experts' rows as they are dispatched."""
 
     def __init__(self) -> None:
-        self.inner, self.seen = LocalDispatcher(8), list[ExpertInput]()
+        super().__init__(8)
+        self.seen = list[ExpertInput]()
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        self.seen.append(self.inner.dispatch(x_tL, routing))
+    def dispatch_finish(self, received: tuple[Tensor, Routing]) -> ExpertInput:
+        self.seen.append(super().dispatch_finish(received))
         return self.seen[-1]
-
-    def combine(self, expert_out_RL: Tensor, ticket: Any) -> Tensor:
-        return self.inner.combine(expert_out_RL, ticket)
 
 
 def test_tokens_of_zeros_are_zeros_and_nothing_is_read_back_of_them() -> None:

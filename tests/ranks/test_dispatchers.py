@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tests.marks import slow_except
 from tests.support import multiplied, on_ranks
 from torch import Tensor
 
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -20,6 +21,8 @@ from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.all_to_all_aligned import AlignedAllToAllDispatcher
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing
+from moefold.nn.phase import Phase, Stream
+from moefold.nn.phase_autograd import Recorded, backward_phase, record
 from moefold.parallel.dispatchers import DISPATCHERS
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
@@ -95,7 +98,87 @@ def test_every_dispatcher_equals_the_local_one(
         torch.testing.assert_close(x_mine.grad, x_all.grad[mine])
         torch.testing.assert_close(weight_mine.grad, weight_all.grad[mine])
 
-    on_ranks(work, 4, ep=ep, etp=etp, ep_inner=2 if kind == "two_level" and ep > 1 else 1)
+    for cpu_exchange in ("shared_memory", "gloo"):
+        inner = 2 if kind == "two_level" and ep > 1 else 1
+        on_ranks(work, 4, ep=ep, etp=etp, ep_inner=inner, cpu_exchange=cpu_exchange)
+
+
+COMMUNICATING = ("dispatch_counts", "dispatch_exchange", "combine_exchange")
+
+
+def counted_parts(dispatcher: Dispatcher, ledger: Ledger) -> tuple[Callable[..., Any], dict[str, int]]:
+    """Runs a part by its name, in an autograd graph of its own; and the collectives of each, forward and backward."""
+    calls: dict[str, int] = {}
+    recorded: list[tuple[str, Recorded]] = []
+
+    def total() -> int:
+        return sum(traffic.calls for traffic in ledger.traffic.values())
+
+    def run(name: str, *given: Any) -> Any:
+        before = total()
+        result, phase = record(Phase(name, Stream.COMPUTE, lambda carry: getattr(dispatcher, name)(*carry)), given)
+        calls[name] = total() - before
+        recorded.append((name, phase))
+        return result
+
+    def backward(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        name, phase = recorded.pop()
+        before = total()
+        gradients = backward_phase(phase, gradients)
+        calls[f"{name}, backward"] = total() - before
+        return gradients
+
+    run.backward = backward  # type: ignore[attr-defined]
+    return run, calls
+
+
+@pytest.mark.parametrize(("kind", "capacity"), KINDS)
+@pytest.mark.parametrize("dropping", slow_except([False, True], True))
+def test_only_exchanges_communicate_and_parts_give_the_same_bits(
+    kind: str, capacity: int | None, dropping: bool
+) -> None:
+    def work(groups: Groups) -> None:
+        x, expert, weight, kept = everything(dropping)
+        start = sum(TOKENS_OF_RANK[: groups.rank])
+        mine = slice(start, start + TOKENS_OF_RANK[groups.rank])
+        dispatcher = make(kind, groups, capacity)
+        numbers = torch.arange(EXPERTS // 2, dtype=x.dtype) + groups["ep"].index * (EXPERTS // 2) + 1
+
+        def leaves() -> tuple[Tensor, Routing]:
+            probs = weight[mine].clone().requires_grad_()
+            return x[mine].clone().requires_grad_(), Routing(expert[mine], probs, None if kept is None else kept[mine])
+
+        x_whole, routing_whole = leaves()
+        expected = answer(dispatcher, x_whole, routing_whole, groups["ep"].index * (EXPERTS // 2), 0.5)
+        expected.sin().sum().backward()
+
+        x_parts, routing = leaves()
+        run, calls = counted_parts(dispatcher, groups["ep"].ledger)
+        sent = run("dispatch_prepare", x_parts, routing, run("dispatch_counts", routing))
+        arrived = run("dispatch_finish", run("dispatch_exchange", sent))
+        rows = arrived.rows_RL.detach().requires_grad_()
+        probs = arrived.assignments.probs.detach().requires_grad_()
+        leaf = arrived._replace(rows_RL=rows, assignments=arrived.assignments._replace(probs=probs))
+        out = multiplied(leaf, numbers * 0.5)
+        ticket = arrived.ticket
+        got = out.detach().requires_grad_()
+        for name in ("combine_prepare", "combine_exchange", "combine_finish"):
+            got = run(name, got, ticket)
+        assert torch.equal(got, expected)
+        gradients: Sequence[Tensor | None] = [got.detach().cos()]
+        for _ in range(3):
+            gradients = run.backward(gradients)
+        torch.autograd.backward(out, gradients[0])
+        gradients = [rows.grad, probs.grad]
+        for _ in range(3):
+            gradients = run.backward(gradients)
+        assert torch.equal(gradients[0], x_whole.grad) and torch.equal(gradients[1], routing_whole.probs.grad)
+        silent = {name: count for name, count in calls.items() if name.split(",")[0] not in COMMUNICATING}
+        assert not any(silent.values()), silent
+        assert "dispatch_counts, backward" not in calls
+        assert all(calls[f"{way}_exchange{back}"] for way in ("dispatch", "combine") for back in ("", ", backward"))
+
+    on_ranks(work, 4, ep=2, etp=2, ep_inner=2 if kind == "two_level" else 1)
 
 
 # How a column of one choice may lie in memory: contiguous to torch in every case, for a column has no second entry.

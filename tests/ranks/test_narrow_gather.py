@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moefold.api.runs import load_run
 from moefold.blueprint.narrow_matmuls import gather_casts
@@ -31,7 +32,7 @@ from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
-from moefold.dryrun.dry_run import FullDocuments
+from moefold.dryrun.dry_run import FullDocuments, dry_run
 from moefold.dryrun.trace_step import gained
 from moefold.nn.init import init_values
 from moefold.parallel import flat_codes, fsdp_codes
@@ -42,6 +43,7 @@ from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import evaluate, make_optimizer, run_step
 from moefold.plan.collective_counts import messages
 from moefold.precision.quantize import quantize
+from moefold.topology.folded_layout import GROUPS
 from moefold.train.batches import step_batches
 
 CPU = torch.device("cpu")
@@ -107,16 +109,29 @@ def whole_weights(local_model: LocalModel) -> dict[str, Tensor]:
     sharding = local_model.sharding
     if isinstance(sharding, FlatSharding):
         return {name: sharding.whole_main(name) for name in local_model.param_shards}
-    return {name: _whole(parameter) for name, parameter in local_model.model.named_parameters()}
+    groups = local_model.groups
+    return {name: _whole(parameter, groups) for name, parameter in local_model.model.named_parameters()}
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _whole(parameter: Tensor, groups: Groups) -> Tensor:
+    """Summed over the run's own groups: torch finds those of `full_tensor` by name, and had lost these in a process
+    that was forked from one with another world."""
     if not isinstance(parameter, DTensor):
         return parameter.detach().clone()
-    plain = torch.empty(local_part(parameter).shape, dtype=parameter.dtype).copy_(local_part(parameter.detach()))
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    whole = DTensor.from_local(plain, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-    return whole.full_tensor()
+    mine, mesh = local_part(parameter.detach()), parameter.device_mesh
+    whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+    place = tuple(slice(first, first + size) for first, size in zip(offset, mine.shape, strict=True))
+    here = mesh.get_coordinate()
+    assert here is not None
+    if all(here[dim] == 0 for dim, kind in enumerate(parameter.placements) if kind.is_replicate()):
+        whole[place] = mine
+    for dim in range(mesh.ndim):
+        ranks = tuple(mesh.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist())
+        if len(ranks) > 1:
+            group = next(groups[name] for name in GROUPS if groups[name].ranks == ranks)
+            dist.all_reduce(whole, group=group.connected)
+    return whole
 
 
 def codes_in_use(local_model: LocalModel) -> dict[str, tuple[Tensor, Tensor]]:
@@ -151,6 +166,22 @@ def different(local_model: LocalModel) -> list[str]:
         if not torch.equal(codes, wanted[name].codes_MK.view(torch.uint8))
         or not torch.equal(scale, wanted[name].scale_rc)
     ]
+
+
+@pytest.mark.slow
+def test_a_dry_run_before_leaves_no_mesh_to_ranks() -> None:
+    """Ranks are forked, and torch remembers meshes that are equal to theirs, with the place of the dry run's rank."""
+    run = run_of({})
+    dry_run(replace(run, precision=replace(run.precision, gather=None)), 4, 0)
+
+    def work(groups: Groups) -> None:
+        local_model = build_local_model(run, groups, CPU, uneven_init)
+        for name, parameter in local_model.model.named_parameters():
+            mesh = parameter.device_mesh
+            assert mesh.mesh.flatten()[mesh.get_local_rank()] == groups.rank, name
+        assert different(local_model) == []
+
+    on_groups(work, run, 4)
 
 
 FLAT = {"parallel.sharding": "flat"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 import types
@@ -69,6 +70,21 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
         "stop",
     ]
     assert lines_of(tmp_path, "start")[0]["config"]["train"]["log_every"] == 5
+
+
+def test_layers_of_an_interval(tmp_path: Path) -> None:
+    """Load and entropy of the summed counts; balance losses of the mean step."""
+    lines = JsonLines("CPU")
+    lines.on_start(info_of(tmp_path))
+    for step in range(1, 6):
+        losses = {"sequence": [0.5 * step, float("nan") if step == 2 else 0.25]}
+        lines.after_step(record_of(step, counts=[[3, 1, 0, 0], [1, 1, 1, 1]], layer_balance=losses), CONTROL)
+    *others, last = lines_of(tmp_path, "step")
+    assert not any("layers" in line or "layer_balance" in line for line in (*others,)) and "layer_balance" not in last
+    layers = last["layers"]
+    assert layers["max_load"] == [3.0, 1.0] and layers["balance"] == {"sequence": [1.5, None]}
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert layers["entropy"] == [pytest.approx(entropy, rel=1e-5), 1.0]
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -195,7 +211,14 @@ def test_services_get_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         told = Callbacks(services(info_of(tmp_path, tensorboard=True, wandb="project").run.train))
         told.on_start(info_of(tmp_path, resumed_from=resumed))
         told.after_step(
-            record_of(11, grad_norm=float("inf"), skipped="norm is inf", metrics={"mine": 1.0, "a/b": 2.0}), CONTROL
+            record_of(
+                11,
+                grad_norm=float("inf"),
+                skipped="norm is inf",
+                metrics={"mine": 1.0, "a/b": 2.0},
+                layer_balance={"sequence": [0.5, float("nan")]},
+            ),
+            CONTROL,
         )
         told.on_evaluate(Evaluation(11, 2.0, {"perplexity": 7.0}), CONTROL)
         told.on_end("finished")
@@ -204,6 +227,8 @@ def test_services_get_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         names = [name for name, _, _ in service.seen]
         assert {"train/loss", "router/max_load", "validation/loss", "balance/sequence"} <= set(names)
         assert {"metrics/mine", "a/b", "validation/perplexity"} <= set(names)
+        assert {"max_load/0", "max_load/1", "entropy/1", "balance_sequence/0"} <= set(names)
+        assert "balance_sequence/1" not in names
         assert "train/grad_norm" not in names and {step for *_, step in service.seen} == {11}
     assert [service.made_with["purge_step"] for service in made[::2]] == [None, 11]
     first, second = (service.made_with for service in made[1::2])

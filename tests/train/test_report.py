@@ -22,9 +22,10 @@ from moefold.errors import MoefoldError
 from moefold.html.chart_scale import Scale, round_ticks, short
 from moefold.recipes.catalog import recipe
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
+from moefold.train.profile.step_account import StepAccount
 from moefold.train.report import expert_charts
 from moefold.train.report.compare_page import compare_page
-from moefold.train.report.history import MAX_BINS, MAX_FAULTS, History, read_history
+from moefold.train.report.history import MAX_BINS, MAX_FAULTS, Bin, History, _merged, read_history
 from moefold.train.report.line_chart import downsample, visible_range
 from moefold.train.report.run_page import page
 from moefold.train.report.summary import layer_numbers, summary
@@ -157,6 +158,47 @@ def test_the_heat_map_is_a_picture_of_the_loads() -> None:
     assert colors[2][1][:3] == expert_charts.WARM and 0 < colors[2][1][3] < 235
     assert {color[:3] for color in colors[3]} == {expert_charts.UNKNOWN}
     assert len(expert_charts.palette()) == 255 and shown.max() < 255
+
+
+def test_layers_are_drawn_over_time(tmp_path: Path) -> None:
+    """A row per layer, a column per interval: load, effective experts, and losses over their balanced value."""
+    start = {"kind": "start", "step": 0, "steps": 2, "config": {"model": {"moe": {"balance": {"sequence": 0.5}}}}}
+    even, one = [4, 4, 4, 4], [16, 0, 0, 0]
+    rows = [
+        {"counts": [even, one], "layers": {"balance": {"sequence": [0.5, 2.0], "z": [1.0, 3.0]}}},
+        {"counts": [even, even], "layers": {"balance": {"sequence": [0.5, None], "z": [1.0, 3.0], "odd": [1.0]}}},
+    ]
+    lines = [{"kind": "step", "step": n + 1, "loss": 1.0, "counts_steps": 1} | row for n, row in enumerate(rows)]
+    history = read_history(write(tmp_path / "run", start, *lines))
+    assert sorted(history.bins[1].balance) == ["sequence", "z"]
+    text = page(history)
+    check_page(text)
+    figure = next(part for part in text.split("<figure") if "<b>Layers over time</b>" in part)
+    cells = {}
+    for name, address in re.findall(r'alt="([^"]+)"[^>]*base64,([A-Za-z0-9+/=]+)', figure):
+        picture = base64.b64decode(address)
+        raw = zlib.decompressobj().decompress(picture[picture.index(b"IDAT") + 4 :])
+        cells[name] = [[expert_charts.palette()[cell] for cell in raw[3 * y + 1 : 3 * y + 3]] for y in range(2)]
+    assert len(cells) == 4
+    # Layer 0 is balanced all the time, and has no color.
+    for name in ("busiest expert over the mean", "experts in effective use over all", "sequence loss over balanced"):
+        assert [color[3] for color in cells[name][0]] == [0, 0]
+    (hot, cold), loss = (cells[name][1][0] for name in list(cells)[:2]), cells["sequence loss over balanced"][1]
+    assert (hot, cold) == ((*expert_charts.WARM, 235), (*expert_charts.COLD, 235))
+    # Four times its coefficient, then not known.
+    assert loss == [(*expert_charts.WARM, 235), (*expert_charts.UNKNOWN, 60)]
+    z = cells["z loss over its mean"]
+    assert z[0][0][:3] == expert_charts.COLD and z[1][0][:3] == expert_charts.WARM
+    assert "<th>sequence loss</th><th>z loss</th>" in text
+
+
+def test_intervals_that_are_merged_weigh_their_steps() -> None:
+    early, late = (
+        Bin(1, 3, np.ones((1, 2), np.int64), {"z": np.array([1.0])}),
+        Bin(4, 4, np.ones((1, 2), np.int64), {"z": np.array([5.0])}),
+    )
+    merged = _merged(early, late)
+    assert (merged.first, merged.last, merged.balance["z"].tolist()) == (1, 4, [2.0])
 
 
 def test_pictures_hold_their_cells() -> None:
@@ -307,3 +349,31 @@ def test_faults_are_bounded(tmp_path: Path) -> None:
     text = page(history)
     check_page(text)
     assert len(history.faults) == MAX_FAULTS and "299 more are counted, not shown" in text
+
+
+def test_the_page_has_bars_of_a_profile_and_survives_a_broken_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"start","step":0}\n{"kind":"step","step":1,"loss":1.0}\n')
+    parts: list[dict[str, float]] = [{"compute": 3.0, "comm.ep": 1.0}, {"compute": 2.0, "wait.ep": 1.0, "comm.ep": 1.0}]
+    sound = StepAccount(2, [4.0, 4.0], parts, [0.0, 1.0]).to_json()
+    broken = (
+        "{",
+        "[]",
+        '{"step":3}',
+        sound.replace("comm.ep", "<script>"),
+        sound.replace("3.0", '"x"'),
+        sound.replace("4.0", "0"),
+    )
+    (tmp_path / "profile.jsonl").write_text("\n".join((*broken, sound)))
+    history = read_history(tmp_path)
+    assert [each.step for each in history.profile] == [2]
+    text = page(history)
+    assert "<script>:" not in text and "Profiled steps" in text
+    boxes = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="18" fill="(#\w+)">', text)
+    # 830 units for 4 s; the bars of both ranks end at the same place.
+    assert [(x, width) for x, y, width, _ in boxes if y == "4"] == [("70.0", "622.5"), ("692.5", "207.5")]
+    assert [(x, width) for x, y, width, _ in boxes if y == "30"] == [
+        ("70.0", "415.0"),
+        ("485.0", "207.5"),
+        ("692.5", "207.5"),
+    ]
+    assert len({color for *_, color in boxes}) == 3

@@ -79,6 +79,17 @@ def test_two_hooks_run_on_every_rank(tmp_path: Path) -> None:
     assert "after_step 2" in (tmp_path / "rank_0").read_text()
 
 
+def test_host_switches_change_no_number(tmp_path: Path) -> None:
+    """Garbage is collected after every second step, and each of two ranks stays on cores of its own."""
+    switches = {"train.host.gc": "manual", "train.host.gc_every": 2, "train.host.bind": "cores"}
+    losses = []
+    for name, changes in (("plain", {}), ("switched", switches)):
+        run = tiny(tmp_path / name, **{"parallel.ep": 2, "data.validation": None, **changes})
+        assert moefold.Trainer(run, nproc=2).fit() == "finished"
+        losses.append(read_history(tmp_path / name / run.name).columns["loss"].tolist())
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
 class AskOnRank(moefold.Callback):
     """Asks for a checkpoint after step 2 and a stop after step 3, on one rank only."""
 

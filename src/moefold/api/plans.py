@@ -10,7 +10,7 @@ from moefold.api.runs import load_run
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
-from moefold.hardware.machine import read_machine
+from moefold.hardware.machine import over_link, read_machine
 from moefold.plan.launch_command import changes_to_run
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.report.plan_page import page
@@ -141,9 +141,10 @@ def plan(
     `gpu` is a name that `moefold plan --help` lists; `machine` a file that `moefold bench calibrate` wrote, for CPU
     ranks instead. `fix` pins choices of the search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own
     layout, and `recipes` lets it choose a precision recipe too. `domain` is the number of GPUs that fast links join and
-    `nic_gb_s` each GPU's network bandwidth, where they are not the GPU's usual ones. `imbalance` is the number of rows
-    of the busiest expert rank over the mean, `headroom` the fraction of memory to leave free (0.05 for moefold's own
-    proposals), `fit` the bytes to fit into whatever the GPU has, `tokens` how many the whole training run has.
+    `nic_gb_s` each GPU's network bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a
+    host of its own behind such a link. `imbalance` is the number of rows of the busiest expert rank over the mean,
+    `headroom` the fraction of memory to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into
+    whatever the GPU has, `tokens` how many the whole training run has.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
@@ -209,7 +210,8 @@ def cluster_for(
     if problems or gpus is None:
         raise ConfigError(*problems)
     if machine is not None:
-        made = cluster_of_machine(read_machine(Path(machine)), gpus)
+        measured = read_machine(Path(machine))
+        made = cluster_of_machine(measured if nic_gb_s is None else over_link(measured, nic_gb_s), gpus)
     else:
         changes = {"domain": domain, "nic_gb_s": nic_gb_s}
         made = cluster_of(gpu, gpus, **{name: value for name, value in changes.items() if value is not None})

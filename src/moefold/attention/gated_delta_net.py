@@ -95,7 +95,8 @@ class GatedDeltaNet(nn.Module):
         x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
         mixed_SX, z_SHU = self._projected(x_SD)
         mix = partial(self._mix, batch.positions_S, batch.lengths)
-        seen_SHU = self.retain.step("core", mix, mixed_SX, self.ba(x_SD))
+        weights = (self.conv, self.A_log, self.dt_bias)
+        seen_SHU = self.retain.step("core", mix, mixed_SX, self.ba(x_SD), *weights)
         gated_SHU = recompute_in_backward(self._gate, seen_SHU, z_SHU, self.norm.weight)
         return self.tokens.reduce(self.linear_out(gated_SHU.flatten(1)))
 
@@ -107,18 +108,27 @@ class GatedDeltaNet(nn.Module):
         mixed_SX = torch.cat((q_SJC.flatten(1), k_SJC.flatten(1), v_SJX.flatten(1)), dim=-1)
         return mixed_SX, z_SJX.flatten(1).unflatten(-1, (-1, self.config.value_dim))
 
-    def _mix(self, positions_S: Tensor, lengths: tuple[int, ...], mixed_SX: Tensor, ba_SX: Tensor) -> Tensor:
-        rule = partial(self._rule, lengths)
-        return recompute_in_backward(rule, mixed_SX, ba_SX, positions_S, self._own_taps(), self.A_log, self.dt_bias)
+    def _mix(
+        self,
+        positions_S: Tensor,
+        lengths: tuple[int, ...],
+        mixed_SX: Tensor,
+        ba_SX: Tensor,
+        conv_XY: Tensor,
+        A_log_H: Tensor,
+        dt_bias_H: Tensor,
+    ) -> Tensor:
+        rule, taps_XY = partial(self._rule, lengths), self._own_taps(conv_XY)
+        return recompute_in_backward(rule, mixed_SX, ba_SX, positions_S, taps_XY, A_log_H, dt_bias_H)
 
-    def _own_taps(self) -> Tensor:
+    def _own_taps(self, conv_XY: Tensor) -> Tensor:
         """The convolution's weights for this rank's heads."""
         keys, values = (
             self.config.num_key_heads * self.config.key_dim,
             self.config.num_value_heads * self.config.value_dim,
         )
-        parts = [part[self.tokens.head_rows(len(part))] for part in self.conv.split((keys, keys, values))]
-        return self.conv if sum(map(len, parts)) == len(self.conv) else torch.cat(parts)
+        parts = [part[self.tokens.head_rows(len(part))] for part in conv_XY.split((keys, keys, values))]
+        return conv_XY if sum(map(len, parts)) == len(conv_XY) else torch.cat(parts)
 
     def _rule(
         self,

@@ -7,8 +7,6 @@ code runs on all heads and on a shard of them.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -79,8 +77,14 @@ class GroupedQueryAttention(nn.Module):
         scale = self.head_dim**-0.5
         # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
         sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
-        attend = partial(self.core, batch=batch, scale=scale, window=self.window, sinks_H=sinks_H, chunk=self.chunk)
-        seen_SHC = self.retain.step("core", attend, q_SHC, k_SJC, v_SJC)
+
+        def attend(q_SHC: Tensor, k_SJC: Tensor, v_SJC: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+            return self.core(
+                q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=sinks_H, chunk=self.chunk
+            )
+
+        inputs = (q_SHC, k_SJC, v_SJC) if sinks_H is None else (q_SHC, k_SJC, v_SJC, sinks_H)
+        seen_SHC = self.retain.step("core", attend, *inputs)
         if gate_SHC is not None:
             seen_SHC = seen_SHC * gate_SHC.sigmoid()
         return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))

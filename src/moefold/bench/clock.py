@@ -9,10 +9,11 @@ instead of all rounds of one trial. The mean and not the median, because a step 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import mean, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,6 +124,40 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
+class Round(NamedTuple):
+    """Whether a round counts, and which one of its kind it is, of how many at most."""
+
+    counts: bool
+    number: int
+    of: int
+
+    def show(self, progress: Progress | None, what: str) -> None:
+        """After the round."""
+        if progress is not None:
+            progress(what if self.counts else f"{what}, warm-up", self.number, self.of)
+
+
+def rounds_within(budget: float, rounds: int, warm: int, now: Callable[[], float] = time.monotonic) -> Iterator[Round]:
+    """``warm`` rounds that do not count, then ``rounds`` that do.
+
+    Where ``budget`` seconds are too few for all of them, warm-up ends when it has had its share, and the rest when
+    another round would exceed the budget; one round counts in any case. ``now`` must be the same on ranks that run
+    rounds together.
+    """
+    began, warmed, counted, last = now(), 0, 0, 0.0
+    while counted < rounds:
+        elapsed = now() - began
+        if not counted and warmed < warm and elapsed + last <= budget * warm / (warm + rounds):
+            warmed += 1
+            yield Round(False, warmed, warm)
+        elif counted and elapsed + last > budget:
+            return
+        else:
+            counted += 1
+            yield Round(True, counted, rounds)
+        last = now() - began - elapsed
+
+
 def alternate(
     trials: Mapping[str, tuple[Callable[[int], Any], Callable[[Any], object]]],
     rounds: int,
@@ -130,21 +165,24 @@ def alternate(
     what: str,
     progress: Progress | None = None,
     device: str = "cpu",
+    budget: float = inf,
 ) -> dict[str, Timing]:
-    """Each trial once per round. A trial is (prepare, run): ``prepare(seed)`` is not timed and makes the input of
-    ``run``; the seed changes every round. On a GPU, the time ends when the GPU is done."""
+    """Each trial once per round, in as many rounds as ``budget`` seconds suffice for. A trial is (prepare, run):
+    ``prepare(seed)`` is not timed and makes the input of ``run``; the seed changes every round. On a GPU, the time ends
+    when the GPU is done."""
     found = {name: Timing() for name in trials}
-    for number in range(warm + rounds):
+    for number, round_ in enumerate(rounds_within(budget, rounds, warm)):
         for name, (prepare, run) in trials.items():
+            if progress is not None and not number:
+                progress(f"first run of {name}, rounds", 0, rounds)
             prepared = prepare(number)
             wait_for(device)
             wall, cpu = time.perf_counter(), time.process_time()
             run(prepared)
             wait_for(device)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            if number >= warm:
+            if round_.counts:
                 found[name].wall.append(wall)
                 found[name].cpu.append(cpu)
-        if progress is not None:
-            progress(what, max(0, number + 1 - warm), rounds)
+        round_.show(progress, what)
     return found

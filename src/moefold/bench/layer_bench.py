@@ -10,6 +10,9 @@ machine's speed drifts.
 
 from __future__ import annotations
 
+from math import inf
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -32,6 +35,7 @@ from moefold.model.build import ParallelInterfaces, build_decoder, local_interfa
 from moefold.moe.layer import MoELayer
 from moefold.moe.moe_kernels import kernels_named
 from moefold.nn.batch import Batch, whole_batch
+from moefold.nn.float32_matmul import cpu_matmul_here
 
 # The first layer of a model and nothing else of it.
 _FIRST_LAYER = Parts(embedding=False, layers=(0,), mtp=(), final_norm=False, mtp_norms=(), loss=False)
@@ -70,11 +74,17 @@ class DenseMatmuls:
 
 
 def bench_layer(
-    shape: LayerShape, dtype: str, rounds: int, warm: int, progress: Progress | None = None, device: str = "cpu"
+    shape: LayerShape,
+    dtype: str,
+    rounds: int,
+    warm: int,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    budget: float = inf,
 ) -> dict[str, Timing]:
     """Every round has new tokens, so that the routing changes as in training."""
     torch_dtype = DTYPES[dtype]
-    dense = DenseMatmuls.of_layer(shape, torch_dtype, device)
+    dense = DenseMatmuls.of_layer(shape, multiplied_dtype(dtype, device), device)
     weights = draw_weights(shape, torch_dtype)
     layer = filled_layer(shape, weights, interfaces_for(dtype, device)).to(device)
     batch, dy_TD = batch_of(shape.tokens, device), draw_output_grad(shape, torch_dtype).to(device)
@@ -87,13 +97,23 @@ def bench_layer(
         LAYER: (prepare, lambda x_TD: layer(x_TD, batch, None)[0].backward(dy_TD)),
         DENSE: (lambda seed: None, lambda nothing: dense.run()),
     }
-    return alternate(trials, rounds, warm, "rounds", progress, device)
+    return alternate(trials, rounds, warm, "rounds", progress, device, budget)
+
+
+def cpu_matmul_of(dtype: str, device: str) -> Literal["compute", "float32"]:
+    """How matmuls of this format are computed here in training (``kernels.cpu_matmul: auto``)."""
+    run: RunConfig = override(RunConfig(), {"precision.compute": dtype})
+    return cpu_matmul_here(run, device)
+
+
+def multiplied_dtype(dtype: str, device: str) -> torch.dtype:
+    return torch.float32 if cpu_matmul_of(dtype, device) == "float32" else DTYPES[dtype]
 
 
 def interfaces_for(dtype: str, device: str) -> ParallelInterfaces:
     """The fastest kernels of a CPU; on a GPU torch's, and the experts that `auto` stands for."""
     if device == "cpu":
-        return local_interfaces("fused", kernels_named("native", "cpu"))
+        return local_interfaces("fused", kernels_named("native", "cpu"), cpu_matmul=cpu_matmul_of(dtype, device))
     run: RunConfig = override(RunConfig(), {"precision.compute": dtype, "kernels.experts": "auto"})
     return local_interfaces(experts_in_use(run, device), kernels_named("torch", device, dtype))
 

@@ -211,7 +211,7 @@ def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
 
 def _permute_and_scale(arrived: ExpertInput) -> Tensor:
     """What experts do with rows besides their matmuls."""
-    groups = group_by_expert(arrived.assignments, len(arrived.rows_per_expert), sum(arrived.rows_per_expert))
+    groups = group_by_expert(arrived.assignments, len(arrived.host_rows), sum(arrived.host_rows))
     prob_R = gather_probs(arrived.assignments.probs, groups.assignment_N)
     rows_RD = gather_rows(arrived.rows_RL, groups.token_N) * prob_R[:, None]
     return unpermute_rows(rows_RD, groups.token_N, arrived.rows_RL.shape[0])

@@ -11,18 +11,19 @@ matmul says how many FLOP/s this machine reaches at best, so the report can say 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 import torch
 from torch import Tensor
 
 from moefold.bench.clock import Progress, Timing, alternate
+from moefold.bench.layer_bench import multiplied_dtype
 from moefold.bench.single_rank import single_rank_model
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.step import StepResult, make_optimizer, run_step
-from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.recipes.catalog import recipe
 
 RECIPE = "debug_50m"
@@ -93,14 +94,19 @@ def _read_sums(sums: StepSums, norm: Tensor) -> None:
 
 
 def bench_step(
-    run: RunConfig, rounds: int, warm: int, progress: Progress | None = None, device: str = "cpu"
+    run: RunConfig,
+    rounds: int,
+    warm: int,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    budget: float = inf,
 ) -> dict[str, Timing]:
     """Every round has a new batch, so that the routing changes as in training."""
     step = TrainStep(run, device)
-    size, dtype = (MATMUL_SIZE, MATMUL_SIZE), TORCH_FORMATS[run.precision.compute]
+    size, dtype = (MATMUL_SIZE, MATMUL_SIZE), multiplied_dtype(run.precision.compute, device)
     a, b, out = (torch.randn(size).to(device, dtype) for _ in range(3))
     trials = {
         STEP: (step.prepare, step.run),
         MATMUL: (lambda seed: None, lambda nothing: torch.mm(a, b, out=out)),
     }
-    return alternate(trials, rounds, warm, "rounds", progress, device)
+    return alternate(trials, rounds, warm, "rounds", progress, device, budget)

@@ -7,12 +7,16 @@ without a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import is_expert, parameters
+from moefold.checks.retained_steps import said
 from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.memory import RetainedStep, Retention
 from moefold.config.precision import BYTES, COMPUTE_FORMATS, FORMATS, ComputeFormat, NamedExperts
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -23,6 +27,11 @@ ROW_BYTES = 16
 _ATTENTION_FORMATS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("triton", "flex"), ("float32", "bfloat16")),
     **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("bfloat16",)),
+}
+# Instructions that multiply a format, of which a CPU needs one.
+CPU_INSTRUCTIONS = {
+    "bfloat16": frozenset({"amx_bf16", "avx512_bf16"}),
+    "float16": frozenset({"amx_fp16", "avx512_fp16"}),
 }
 # Entries of a head of bfloat16 in 16 bytes.
 _FLASH_MULTIPLE = 8
@@ -96,19 +105,24 @@ def fused_experts_scale_activations(run: RunConfig) -> Problem | None:
 
 
 def fused_experts_keep_their_first_gemm(run: RunConfig) -> list[Problem]:
-    """They save rows as they came and the first GEMM's output, and recompute the activation anyway."""
+    """They save rows as they came and the first GEMM's output, and recompute the activation anyway. They read the
+    number of rows on the host, so that there is nothing to page."""
     if run.model.moe is None or run.kernels.experts != "fused":
         return []
     retained = run.memory.retained()
-    refused = {"rows": "discard", "gate_up": "discard", "activation": "offload"}
+    refused: dict[RetainedStep, tuple[Retention, ...]] = {
+        "rows": ("discard", "page"),
+        "gate_up": ("discard", "page"),
+        "activation": ("offload", "page"),
+    }
     return [
         Problem(
             f"memory.retain.{step}",
-            f"kernels.experts fused is one operation, of which this step cannot be {choice}ed by itself",
+            f"kernels.experts fused is one operation, of which this step cannot be {said(retained[step])} by itself",
             "use keep, or kernels.experts grouped or sequential",
         )
-        for step, choice in refused.items()
-        if retained[step] == choice  # type: ignore[index]
+        for step, choices in refused.items()
+        if retained[step] in choices
     ]
 
 
@@ -250,6 +264,15 @@ def matmul_format(run: RunConfig) -> ComputeFormat:
     """Of what the experts' GEMMs are given: emulated narrow GEMMs have values of codes in float32."""
     emulated = run.precision.recipe is not None and run.kernels.narrow_gemm == "emulated"
     return "float32" if emulated and run.precision.compute == "bfloat16" else run.precision.compute
+
+
+def cpu_matmul_in_use(run: RunConfig, device: str, cpu_features: Collection[str]) -> Literal["compute", "float32"]:
+    """How 16-bit numbers are multiplied on this device, whose CPU has these features (`/proc/cpuinfo`)."""
+    compute, named = run.precision.compute, run.kernels.cpu_matmul
+    if device != "cpu" or compute not in CPU_INSTRUCTIONS or named == "compute":
+        return "compute"
+    missing = CPU_INSTRUCTIONS[compute].isdisjoint(cpu_features)
+    return "float32" if named == "float32" or (missing and cpu_features) else "compute"
 
 
 def attention_in_use(run: RunConfig) -> str:

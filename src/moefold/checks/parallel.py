@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from math import isfinite
+from typing import get_args
 
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.blueprint.stages import stage_size_problems, stages_of
 from moefold.checks.sizes import divides, divisors
 from moefold.config.attention import GQAConfig
+from moefold.config.parallel import NamedDispatcher, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, LayoutError, Problem, did_you_mean
 from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import FoldedLayout, fold
 
+# Backends of experts that leave out rows past those of the last expert. grouped reads no count on the host; sequential
+# and fused do, which costs nothing on a CPU.
+BOUNDED_EXPERTS = ("auto", "grouped", "sequential", "fused")
 # Dispatchers that count the rows of every microbatch.
 COUNT_ROWS = ("deduplicated", "two_level", "deepep", "deepep_elastic")
 
@@ -119,6 +125,57 @@ def ep_inner_is_used(run: RunConfig) -> Problem | None:
     )
 
 
+def row_bounds_hold_an_even_routing(run: RunConfig) -> list[Problem]:
+    """Rows of one pair of ranks stray further from their mean than those of a rank, so a pair has the larger bound."""
+    if not bounds_rows(run):
+        return []
+    row, pair = run.parallel.row_bound, run.parallel.pair_bound
+    found = []
+    if not (isfinite(row) and row >= 1):
+        words = f"is {row:g}: with even routing a rank computes 1 times the mean, so every step would be run twice"
+        found.append(Problem("parallel.row_bound", words, "use 1 or more, such as 1.25"))
+    elif not (isfinite(pair) and pair >= row):
+        words = f"is {pair:g}, below row_bound {row:g}: rows of one pair of ranks vary more than those of a whole rank"
+        found.append(Problem("parallel.pair_bound", words, f"use more than {row:g}, such as {row * 1.2:.3g}"))
+    return found
+
+
+def row_bounds_are_used(run: RunConfig) -> list[Problem]:
+    if bounds_rows(run):
+        return []
+    default, parallel = ParallelConfig(), run.parallel
+    return [
+        Problem(
+            f"parallel.{name}",
+            f"is {getattr(parallel, name):g}, but the {parallel.dispatcher} dispatcher has no such bound",
+            f"use {getattr(default, name):g}, or set parallel.dispatcher to all_to_all_bounded",
+        )
+        for name in ("row_bound", "pair_bound")
+        if getattr(parallel, name) != getattr(default, name)
+    ]
+
+
+def bounded_rows_are_counted_on_the_device(run: RunConfig) -> list[Problem]:
+    """Only the device knows where an expert's rows end, and rows of zeros follow those of the last one."""
+    moe, recipe, experts = run.model.moe, run.precision.recipe, run.kernels.experts
+    if moe is None or not bounds_rows(run):
+        return []
+    found = []
+    if moe.capacity is not None and moe.capacity.pad:
+        words = "all_to_all_bounded has buffers of a fixed size already; model.moe.capacity.pad would pad them again"
+        found.append(Problem("parallel.dispatcher", words, "use all_to_all, or set model.moe.capacity.pad to false"))
+    if recipe is not None:
+        words = f"precision.recipe {recipe} finds scales and blocks of each expert's rows, whose counts it reads"
+        found.append(Problem("parallel.dispatcher", words, "use all_to_all, or precision.recipe null"))
+    if run.parallel.echo is not None:
+        words = "parallel.echo reads on the host which experts are cloned, and its rows were never bounded"
+        found.append(Problem("parallel.dispatcher", words, "use all_to_all, or parallel.echo null"))
+    if experts not in BOUNDED_EXPERTS:
+        words = f"{experts} reads row counts on the host, which all_to_all_bounded does not have there"
+        found.append(Problem("kernels.experts", words, f"use {', '.join(BOUNDED_EXPERTS)}, or dispatcher all_to_all"))
+    return found
+
+
 def link_costs_are_positive(run: RunConfig) -> list[Problem]:
     """A latency may be 0, a bandwidth may not."""
     found = []
@@ -128,10 +185,76 @@ def link_costs_are_positive(run: RunConfig) -> list[Problem]:
     return found
 
 
+def shared_experts_have_an_exchange_of_their_own(run: RunConfig) -> list[Problem]:
+    """With parallel.overlap shared_experts: there is a shared expert, and nothing else decides when it runs."""
+    parallel, moe, path = run.parallel, run.model.moe, "parallel.overlap"
+    if "shared_experts" not in parallel.overlap:
+        return []
+    found = []
+    if moe is None or not moe.shared_hidden_dim:
+        message = "shared_experts: this model has no shared expert"
+        found.append(Problem(path, message, "use [], or set model.moe.shared_hidden_dim"))
+    if parallel.schedule in SCHEDULES and SCHEDULES[parallel.schedule].overlaps:
+        message = f"shared_experts: {parallel.schedule} runs exchanges beside another microbatch already"
+        found.append(Problem(path, message, "use [], or a schedule without pairs, such as 1f1b or zb_h1"))
+    if parallel.echo is not None:
+        message = "shared_experts: clones of experts (parallel.echo) are sent by the same ranks from another thread"
+        found.append(Problem(path, message, "use [], or parallel.echo null"))
+    if "experts" in run.memory.recompute:
+        message = "shared_experts: memory.recompute experts keeps the shared expert with the experts"
+        found.append(Problem(path, message, "use [], or recompute attention only"))
+    return found
+
+
+# Those of this trainer: engines' buffers were never tried with more than one exchange of a layer.
+CHUNKED_DISPATCHERS = (*get_args(NamedDispatcher), "adaptive")
+
+
+def chunks_have_rows_to_exchange(run: RunConfig) -> list[Problem]:
+    """With parallel.exchange_chunks: there is an exchange, nothing else runs beside it, and a chunk is computed as the
+    whole would be."""
+    parallel, moe, path = run.parallel, run.model.moe, "parallel.exchange_chunks"
+    if parallel.exchange_chunks < 1:
+        return [Problem(path, f"is {parallel.exchange_chunks}", "use 1 or more")]
+    if parallel.exchange_chunks == 1:
+        return []
+    if moe is None or parallel.ep * parallel.etp == 1:
+        return [Problem(path, "no rows are sent to experts of other ranks", "use 1, or parallel.ep of 2 or more")]
+    found = []
+    if parallel.schedule in SCHEDULES and SCHEDULES[parallel.schedule].overlaps:
+        message = f"{parallel.schedule} runs exchanges beside another microbatch already"
+        found.append(Problem(path, message, "use 1, or a schedule without pairs, such as 1f1b or zb_h1"))
+    if parallel.dispatcher not in CHUNKED_DISPATCHERS:
+        message = f"{parallel.dispatcher} was never run with more than one exchange of a layer under way"
+        found.append(Problem(path, message, f"use 1, or dispatcher {', '.join(CHUNKED_DISPATCHERS)}"))
+    if parallel.echo is not None:
+        message = "clones of experts (parallel.echo) would be sent once per chunk"
+        found.append(Problem(path, message, "use 1, or parallel.echo null"))
+    if moe.capacity is not None and moe.capacity.pad:
+        message = "model.moe.capacity.pad gives every chunk the padding of a whole microbatch"
+        found.append(Problem(path, message, "use 1, or capacity.pad false"))
+    if run.precision.recipe is not None:
+        message = f"precision.recipe {run.precision.recipe} narrows rows together that chunks separate"
+        found.append(Problem(path, message, "use 1, or precision.recipe null"))
+    if run.kernels.graphs != "none":
+        message = f"kernels.graphs {run.kernels.graphs} was never tried with phases of chunks"
+        found.append(Problem(path, message, "use 1, or kernels.graphs none"))
+    if "page" in run.memory.retained().values():
+        message = "pages (memory.retain) were never tried with more than one exchange of a layer"
+        found.append(Problem(path, message, "use 1, or retain nothing in pages"))
+    if "experts" in run.memory.recompute:
+        message = "memory.recompute experts recomputes the experts of a whole microbatch"
+        found.append(Problem(path, message, "use 1, or recompute attention only, or memory.retain"))
+    return found
+
+
 DISPATCH_RULES = (
     padded_capacity_has_fixed_row_counts,
     ep_inner_divides_ep,
     ep_inner_is_used,
+    row_bounds_hold_an_even_routing,
+    row_bounds_are_used,
+    bounded_rows_are_counted_on_the_device,
     link_costs_are_positive,
 )
 
@@ -215,6 +338,8 @@ RULES = (
     experts_divide_over_ep,
     expert_hidden_dim_divides_over_etp,
     expert_axes_have_experts,
+    shared_experts_have_an_exchange_of_their_own,
+    chunks_have_rows_to_exchange,
     *DISPATCH_RULES,
     *PIPELINE_RULES,
 )

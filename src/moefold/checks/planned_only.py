@@ -18,6 +18,7 @@ from moefold.config.parallel import DispatcherName, EngineDispatcher
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
+from moefold.schedule.graph_regions import SCOPE_PHASES
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,14 @@ PLANNED_ONLY = (
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
     PlannedOnly("memory.offload", (), "offloading {} to the host", "use [], or recompute phases with memory.recompute"),
     PlannedOnly("memory.offload_layers", (0,), "offloading {} layers to the host"),
-    PlannedOnly("kernels.graphs", ("none",), "{} graphs"),
+    PlannedOnly("kernels.graphs", ("none", "partial"), "{} graphs"),
+    PlannedOnly("kernels.graph_scope", tuple(SCOPE_PHASES), "graphs of {}"),
     PlannedOnly("parallel.sharding", ("fsdp", "flat"), "{} sharding"),
     PlannedOnly(
         "parallel.overlap",
-        (),
+        ("shared_experts",),
         "overlapping {} under any schedule",
-        "use [], and a parallel.schedule that overlaps, such as 1f1b_overlapped or dualpipe_v",
+        "use [] or [shared_experts], and a parallel.schedule that overlaps, such as 1f1b_overlapped or dualpipe_v",
     ),
 )
 

@@ -7,11 +7,13 @@ cannot be discarded: no collective runs twice.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import get_args
 
 from moefold.blueprint.narrow_matmuls import input_step, keeps_narrow, matmuls
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.config.attention import MLAConfig
-from moefold.config.memory import RecomputedPhase, RetainedStep
+from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -20,6 +22,9 @@ STEPS_OF_PHASE: dict[RecomputedPhase, tuple[RetainedStep, ...]] = {
     "feed_forward": ("dense",),
     "experts": ("rows", "gate_up", "activation", "shared"),
 }
+
+# What experts compute row by row.
+PAGED_STEPS: tuple[RetainedStep, ...] = ("rows", "gate_up", "activation")
 
 
 def named_steps_exist(run: RunConfig) -> list[Problem]:
@@ -54,7 +59,7 @@ def steps_are_not_in_recomputed_phases(run: RunConfig) -> list[Problem]:
                 found.append(
                     Problem(
                         _path(run, step),
-                        f"{step} is to be {_said(retained[step])}, but memory.recompute has {phase}, and so this step",
+                        f"{step} is to be {said(retained[step])}, but memory.recompute has {phase}, and so this step",
                         f"use memory.retain.{step} keep, or take {phase} out of memory.recompute",
                     )
                 )
@@ -99,7 +104,7 @@ def rows_are_what_experts_multiply(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         _path(run, "rows"),
-        f"rows are to be {_said(how)}, but with model.moe.weight_at input they are multiplied by probs before the GEMM",
+        f"rows are to be {said(how)}, but with model.moe.weight_at input they are multiplied by probs before the GEMM",
         "use keep, or recompute experts",
     )
 
@@ -112,7 +117,7 @@ def compiled_regions_keep(run: RunConfig) -> Problem | None:
     step, how = next(iter(chosen.items()))
     return Problem(
         _path(run, step),
-        f"{step} is to be {_said(how)}, but kernels.compile is {run.kernels.compile}",
+        f"{step} is to be {said(how)}, but kernels.compile is {run.kernels.compile}",
         "use compile none",
     )
 
@@ -161,6 +166,51 @@ def quantized_steps_are_not_read_again(run: RunConfig) -> list[Problem]:
     ]
 
 
+def paged_steps_are_rows_of_a_bound(run: RunConfig) -> list[Problem]:
+    """Pages are for buffers of which only the device knows how many rows are there."""
+    found, dispatcher = [], run.parallel.dispatcher
+    for step, how in run.memory.retained().items():
+        if how != "page":
+            continue
+        if step not in PAGED_STEPS:
+            problem, fix = f"it has as many rows as there are tokens; pages are for {_listed(PAGED_STEPS)}", "use keep"
+        elif not bounds_rows(run):
+            problem = f"buffers of the {dispatcher} dispatcher have just the rows that came"
+            fix = "use keep, or parallel.dispatcher all_to_all_bounded"
+        else:
+            continue
+        found.append(Problem(_path(run, step), f"{step} is to be paged, but {problem}", fix))
+    return found
+
+
+def pages_hold_an_even_routing(run: RunConfig) -> list[Problem]:
+    memory, default = run.memory, MemoryConfig()
+    if "page" not in memory.retained().values():
+        return [
+            Problem(
+                f"memory.{name}",
+                f"is {getattr(memory, name):g}, but no step of memory.retain is paged",
+                f"use {getattr(default, name):g}, or page one of {_listed(PAGED_STEPS)}",
+            )
+            for name in ("page_bound", "page_spill", "page_rows")
+            if getattr(memory, name) != getattr(default, name)
+        ]
+    found = []
+    if not (isfinite(memory.page_bound) and memory.page_bound >= 1):
+        words = f"is {memory.page_bound:g}: an even routing needs 1, so every step would be run twice"
+        found.append(Problem("memory.page_bound", words, f"use 1 or more, such as {default.page_bound:g}"))
+    if not 0 <= memory.page_spill < 1:
+        words = f"is {memory.page_spill:g}, and is the share of pages that are in the host's memory"
+        found.append(Problem("memory.page_spill", words, "use 0 or more and less than 1"))
+    if memory.page_rows < 1:
+        found.append(Problem("memory.page_rows", f"{memory.page_rows} rows hold nothing", "use 1 or more, such as 64"))
+    return found
+
+
+def _listed(steps: tuple[RetainedStep, ...]) -> str:
+    return ", ".join(steps)
+
+
 def host_bound_is_positive(run: RunConfig) -> Problem | None:
     bound = run.memory.host_gib
     if bound is None or bound > 0:
@@ -172,8 +222,8 @@ def _path(run: RunConfig, step: RetainedStep) -> str:
     return "memory.preset" if getattr(run.memory.retain, step) is None else f"memory.retain.{step}"
 
 
-def _said(how: str) -> str:
-    return {"discard": "discarded", "offload": "offloaded", "quantize": "quantized"}[how]
+def said(how: str) -> str:
+    return {"discard": "discarded", "offload": "offloaded", "quantize": "quantized", "page": "paged"}[how]
 
 
 RULES = (
@@ -185,5 +235,7 @@ RULES = (
     compiled_regions_keep,
     quantized_steps_enter_narrow_matmuls,
     quantized_steps_are_not_read_again,
+    paged_steps_are_rows_of_a_bound,
+    pages_hold_an_even_routing,
     host_bound_is_positive,
 )

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 
 from moefold.checks import (
     context,
+    echo,
     engine_limits,
     finetune,
     float16,
+    graphs,
     kernels,
     model,
     narrow_messages,
@@ -31,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *context.RULES,
     *kernels.RULES,
+    *graphs.RULES,
     *engine_limits.RULES,
     *train.RULES,
     *finetune.RULES,
@@ -38,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *float16.RULES,
     *narrow_recipes.RULES,
     *narrow_messages.RULES,
+    *echo.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,
 )

@@ -36,6 +36,8 @@ MAY_BE_ZERO = frozenset(
         "train.saving.retries",
         "train.steps",
         "train.stragglers.window",
+        "train.profile.every",
+        "train.routing_trace.steps",
         "train.validate_every",
     }
 )

@@ -311,6 +311,33 @@ def excluded_ranks_are_looked_for(run: RunConfig) -> list[Problem]:
     return found
 
 
+# Expert numbers of a trace are int16.
+_MOST_TRACED_EXPERTS = 1 << 15
+
+
+def traced_routing_is_a_list_of_experts(run: RunConfig) -> Problem | None:
+    """Of every token, for a policy whose batches are forwarded once."""
+    trace, moe = run.train.routing_trace, run.model.moe
+    if not trace.steps and trace.replay is None:
+        return None
+    path = "train.routing_trace.steps" if trace.steps else "train.routing_trace.replay"
+    if moe is None:
+        return Problem(path, "is set, and the model has no MoE layer", "use 0 steps and no replay")
+    if moe.router.kind == "expert_choice":
+        why = "is set, and with model.moe.router.kind: expert_choice experts choose tokens, so none has a list of them"
+        return Problem(path, why, "use another kind of router, or no trace")
+    if moe.num_experts > _MOST_TRACED_EXPERTS:
+        why = f"is set, and a trace has numbers of at most {_MOST_TRACED_EXPERTS:,} experts, not {moe.num_experts:,}"
+        return Problem(path, why, "use 0 steps and no replay")
+    if run.kernels.graphs != "none":
+        why = f"is set, and with kernels.graphs: {run.kernels.graphs} a router is launched without the host"
+        return Problem(path, why, "use kernels.graphs none, or no trace")
+    if run.train.dpo is not None:
+        why = "is set, and with train.dpo a batch is routed twice, by the policy and by its reference"
+        return Problem(path, why, "use 0 steps and no replay")
+    return None
+
+
 def fewest_ranks_are_there(run: RunConfig, layout: FoldedLayout) -> Problem | None:
     fewest, world = run.train.elastic.min_world, layout.world
     if fewest is None or fewest <= world:
@@ -336,6 +363,7 @@ RULES = (
     clipped_weights_are_whole,
     slow_ranks_are_slower,
     excluded_ranks_are_looked_for,
+    traced_routing_is_a_list_of_experts,
     uploads_have_another_place,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.

@@ -136,21 +136,30 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_timing_options(parser: argparse.ArgumentParser, threads: bool = True, devices: bool = False) -> None:
+def add_timing_options(
+    parser: argparse.ArgumentParser, threads: bool = True, devices: bool = False, budget: float = 30.0
+) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     if threads:
         parser.add_argument("--threads", type=int, default=1, metavar="N", help="per process (default 1)")
     if devices:
         add_device_option(parser)
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="rounds that count (default 9)")
-    parser.add_argument("--warm", type=int, default=8, metavar="N", help="rounds before those (default 8)")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="most rounds that count (default 9)")
+    parser.add_argument("--warm", type=int, default=8, metavar="N", help="most rounds before those (default 8)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=budget,
+        metavar="SECONDS",
+        help=f"fewer rounds where they would take longer (default {budget:g}, for each comparison)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def timing_problems(args: argparse.Namespace) -> list[Problem]:
     return [
         Problem(f"--{name}", f"is {getattr(args, name)}", f"use {least} or more")
-        for name, least in (("rounds", 1), ("warm", 0), ("threads", 1))
+        for name, least in (("rounds", 1), ("warm", 0), ("threads", 1), ("budget", 1))
         if getattr(args, name, least) < least
     ]
 
@@ -180,7 +189,8 @@ def changes_of(args: argparse.Namespace) -> dict[str, str]:
 def progress_line() -> Callable[[str, int, int], None]:
     """A line that is rewritten on a terminal; elsewhere one line per finished measurement and every 10 seconds."""
     live = sys.stderr.isatty()
-    printed = time.monotonic()
+    # The first line at once: a run can take long.
+    printed = -_SECONDS_BETWEEN_LINES
 
     def show(what: str, done: int, total: int) -> None:
         nonlocal printed
@@ -224,7 +234,7 @@ def layer(args: argparse.Namespace) -> int:
     shapes = shapes_of(args)
     found = []
     for shape in shapes:
-        timings = bench_layer(shape, args.dtype, args.rounds, args.warm, progress_line(), device)
+        timings = bench_layer(shape, args.dtype, args.rounds, args.warm, progress_line(), device, args.budget)
         found.append(_timings_json(args, device, str(shape), timings))
     for each, shape in zip(found, shapes):
         for timing in each["timings"].values():
@@ -243,7 +253,7 @@ def step(args: argparse.Namespace) -> int:
 
     changes = changes_of(args)
     run = run_for_bench(args.dtype, changes, device=device)
-    timings = bench_step(run, args.rounds, args.warm, progress_line(), device)
+    timings = bench_step(run, args.rounds, args.warm, progress_line(), device, args.budget)
     found = _timings_json(args, device, f"training step of {RECIPE}{' with changes' if changes else ''}", timings)
     tokens = run.data.global_batch * run.data.seq_len
     seconds = {name: timing["seconds"]["median"] for name, timing in found["timings"].items()}
@@ -289,7 +299,9 @@ def _timings_json(args: argparse.Namespace, device: str, title: str, timings: Ma
         "title": f"{title}, {args.dtype}, {where}",
         "device": device,
         "clock": clock,
-        "rounds": args.rounds,
+        "rounds": len(timings[base].wall),
+        "rounds_asked": args.rounds,
+        "budget": args.budget,
         "timings": {
             name: {
                 "seconds": asdict(spread(timing.of(clock))),
@@ -311,4 +323,6 @@ def _timings_text(found: Mapping[str, Any], base: str | None = None) -> str:
         row = [name, format_seconds(timing["seconds"]["median"]), f"{timing['gflops']:.0f}"]
         ratio = timing["ratio"]
         rows.append(row + ([f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"] if base else []))
-    return f"{found['title']}; medians and quartiles of {found['rounds']} rounds\n\n{text_table(head, rows)}"
+    rounds, asked = found["rounds"], found["rounds_asked"]
+    fewer = f" of {asked}, which is what fits into --budget {found['budget']:g} s" if rounds < asked else ""
+    return f"{found['title']}; medians and quartiles, rounds: {rounds}{fewer}\n\n{text_table(head, rows)}"

@@ -1,4 +1,5 @@
-"""`moefold schedule`: draw a pipeline schedule with its timing, bubble and microbatches in flight."""
+"""`moefold schedule`: draw a pipeline schedule with its timing, bubble and microbatches in flight, or the order of a
+layer's operations with its exposed communication."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.cli import layer_schedule
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.private_files import replace_file
 from moefold.schedule.actions import Order
+from moefold.schedule.layer_orders import LAYER_ORDERS
 from moefold.schedule.names import SCHEDULES, schedule_named
 from moefold.schedule.passes import add_transfers, split_backward
 from moefold.schedule.simulate import Durations, PerStage, Timeline, simulate
@@ -34,20 +37,24 @@ _LARGEST_ORDER, _LARGEST_PICTURE = 2_000_000, 200_000
 
 def add_to(commands: Subparsers) -> None:
     orders = "\n".join(f"  {name:<24}{schedule.summary}" for name, schedule in SCHEDULES.items())
+    of_layers = "\n".join(f"  {name:<24}{order.summary}" for name, order in LAYER_ORDERS.items())
     parser = commands.add_parser(
         "schedule",
-        help="draw a pipeline schedule, with its finish time, bubble and memory",
+        help="draw a pipeline schedule or a layer's order of operations, with its time",
         description=f"Build, validate, time and draw a pipeline schedule.\n\n{orders}\n\n"
-        "Without NAME, compare all that take these sizes.",
-        epilog="example: moefold schedule interleaved --stages 4 --virtual 2 --microbatches 8 --svg order.svg",
+        "Without NAME, compare all that take these sizes.\n\n"
+        "Or the order of a layer's operations on a compute and a communication stream:\n\n"
+        f"{of_layers}\n\n`moefold schedule layers` compares these.",
+        epilog="example: moefold schedule interleaved --stages 4 --virtual 2 --microbatches 8 --svg order.svg\n"
+        "         moefold schedule forward_backward --layers 2 --cost dispatch_exchange=3 --svg layer.svg",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of the schedules above")
-    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline ranks")
+    parser.add_argument("--stages", type=int, metavar="P", help="pipeline ranks")
     parser.add_argument(
         "--virtual", type=int, metavar="V", help="virtual stages per rank (2, where the schedule takes any number)"
     )
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
     parser.add_argument("--split", action="store_true", help="split backward and fill bubbles with weight gradients")
     for name, meaning in _TIMES.items():
         help_text = f"time of {meaning} (1); or one number per stage, with commas"
@@ -60,6 +67,7 @@ def add_to(commands: Subparsers) -> None:
         metavar="X",
         help="time of an overlapped forward and backward over the sum of both (1)",
     )
+    layer_schedule.add_options(parser)
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing (the terminal's)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
@@ -68,6 +76,15 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.name == "layers":
+        print(layer_schedule.layer_comparison(args.layers, args.cost))
+        return 0
+    if args.name in LAYER_ORDERS:
+        return _layer(args)
+    missing = [f"--{name}" for name in ("stages", "microbatches") if getattr(args, name) is None]
+    if missing:
+        known = f"{args.name or 'a comparison'} is of a pipeline"
+        raise ConfigError(Problem(", ".join(missing), f"missing: {known}", "give both, or name an order of a layer"))
     if args.name is None:
         return _compare(args)
     timeline = _timeline(args, args.name)
@@ -80,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_data(timeline), indent=2))
     else:
         print(_report(timeline, args.width or shutil.get_terminal_size((160, 24)).columns))
+    return 0
+
+
+def _layer(args: argparse.Namespace) -> int:
+    timeline = layer_schedule.layer_timeline(args)
+    for name, text in layer_schedule.pictures(timeline).items():
+        if getattr(args, name):
+            _write(getattr(args, name), text)
+    if args.json:
+        print(json.dumps(layer_schedule.layer_data(timeline), indent=2))
+    else:
+        print(layer_schedule.layer_report(timeline, args.width))
     return 0
 
 

@@ -70,6 +70,14 @@ def add_to(commands: Subparsers) -> None:
     )
     add_device_option(parser)
     parser.add_argument(
+        "--trace-routing",
+        type=int,
+        nargs="?",
+        const=16,
+        metavar="N",
+        help="record the experts of every token until N steps are recorded (default 16): train.routing_trace.steps",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         default=600.0,
@@ -87,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     asked = load_run(args.name, args.changes)
     if args.called is not None:
         asked = replace(asked, name=args.called)
+    if args.trace_routing is not None:
+        asked = load_run(asked, {"train.routing_trace.steps": args.trace_routing})
     from moefold.train.callbacks.registry import default_callbacks
     from moefold.train.trainer import Trainer
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     if group.alone:
         return x
     most = x.detach().clone()
-    group.ledger.record("all_reduce", group.name, most)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)
+    with group.timed("all_reduce", most):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)
     return most
 
 
@@ -159,9 +160,9 @@ def _all_gather(rows: Tensor, sizes: Sizes, group: Group, codec: RowCodec | None
     if codec is not None:
         return codec.unpack(_all_gather(codec.pack(rows), sizes, group), rows)
     mine = _pad_rows(rows, max(sizes))
-    group.ledger.record("all_gather", group.name, mine)
     gathered = mine.new_empty(group.size * max(sizes), *mine.shape[1:])
-    _all_gather_single(gathered, mine, group=group.handle)
+    with group.timed("all_gather", mine):
+        _all_gather_single(gathered, mine, group=group.handle)
     return _strip_padding(gathered, sizes)
 
 
@@ -171,9 +172,10 @@ def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group, dtype: SumForma
     acc = partial.to(dtype or _sum_dtype(partial))
     if min(sizes) != max(sizes):
         acc = torch.cat([_pad_rows(part, max(sizes)) for part in acc.split(sizes)])
-    group.ledger.record("reduce_scatter", group.name, acc)
     mine = acc.new_empty(max(sizes), *acc.shape[1:])
-    _reduce_scatter_single(mine, acc.contiguous(), group=group.handle)
+    acc = acc.contiguous()
+    with group.timed("reduce_scatter", acc):
+        _reduce_scatter_single(mine, acc, group=group.handle)
     return mine[: sizes[group.index]].to(partial.dtype)
 
 
@@ -191,8 +193,8 @@ def _sum_of_parts(partial: Tensor, sizes: Sizes, group: Group, codec: PartCodec)
 
 def _all_reduce(x: Tensor, group: Group, dtype: torch.dtype | None = None) -> Tensor:
     acc = x.to(dtype or _sum_dtype(x), copy=True)
-    group.ledger.record("all_reduce", group.name, acc)
-    dist.all_reduce(acc, group=group.handle)
+    with group.timed("all_reduce", acc):
+        dist.all_reduce(acc, group=group.handle)
     return acc.to(x.dtype)
 
 
@@ -238,9 +240,10 @@ def all_to_all_counts(counts: Tensor, group: Group) -> Tensor:
     """Peer i gets the i-th equal slice of ``counts``; returns the peers' slices in rank order."""
     if group.alone:
         return counts
-    group.ledger.record("all_to_all", group.name, counts)
     received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group.handle)
+    each = [counts.shape[0] // group.size] * group.size
+    with group.timed("all_to_all", counts):
+        group.all_to_all(received, counts.contiguous(), each, each)
     return received
 
 
@@ -266,9 +269,9 @@ class _AllToAllRows(torch.autograd.Function):
 def _all_to_all(rows: Tensor, send: Sizes, recv: Sizes, group: Group, codec: RowCodec | None = None) -> Tensor:
     if codec is not None:
         return codec.unpack(_all_to_all(codec.pack(rows), send, recv, group), rows)
-    group.ledger.record("all_to_all", group.name, rows)
     received = rows.new_empty(sum(recv), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), list(recv), list(send), group=group.handle)
+    with group.timed("all_to_all", rows):
+        group.all_to_all(received, rows.contiguous(), list(recv), list(send))
     return received
 
 
@@ -280,15 +283,14 @@ def start_reduce_scatter(flat: Tensor, each: int, group: Group) -> list[Work]:
     if group.alone:
         return []
     even, rest = flat[: each * group.size], flat[each * group.size :]
-    works = []
+    works: list[Work] = []
     if each:
-        group.ledger.record("reduce_scatter", group.name, even)
         mine = even[each * group.index : each * (group.index + 1)]
-        works.append(_reduce_scatter_single(mine, even, group=group.handle, async_op=True))
+        start = partial(_reduce_scatter_single, mine, even, group=group.handle, async_op=True)
+        works += group.started("reduce_scatter", even, start)
     if rest.numel():
-        group.ledger.record("all_reduce", group.name, rest)
-        works.append(dist.all_reduce(rest, group=group.handle, async_op=True))
-    return [work for work in works if work is not None]
+        works += start_all_reduce(rest, group)
+    return works
 
 
 def start_all_gather(flat: Tensor, each: int, group: Group) -> list[Work]:
@@ -296,42 +298,38 @@ def start_all_gather(flat: Tensor, each: int, group: Group) -> list[Work]:
     if group.alone:
         return []
     even, rest = flat[: each * group.size], flat[each * group.size :]
-    works = []
+    works: list[Work] = []
     if each:
         mine = even[each * group.index : each * (group.index + 1)]
-        group.ledger.record("all_gather", group.name, mine)
-        works.append(_all_gather_single(even, mine, group=group.handle, async_op=True))
+        start = partial(_all_gather_single, even, mine, group=group.handle, async_op=True)
+        works += group.started("all_gather", mine, start)
     if rest.numel():
-        group.ledger.record("broadcast", group.name, rest)
-        works.append(dist.broadcast(rest, group.ranks[-1], group=group.handle, async_op=True))
-    return [work for work in works if work is not None]
+        start = partial(dist.broadcast, rest, group.ranks[-1], group=group.handle, async_op=True)
+        works += group.started("broadcast", rest, start)
+    return works
 
 
 def start_all_reduce(flat: Tensor, group: Group) -> list[Work]:
     """Sums over the ranks, on every rank."""
-    if group.alone or not flat.numel():
-        return []
-    group.ledger.record("all_reduce", group.name, flat)
-    work = dist.all_reduce(flat, group=group.handle, async_op=True)
-    return [] if work is None else [work]
+    return _start_all_reduce(flat, group, dist.ReduceOp.SUM)
 
 
 def start_all_reduce_max(flat: Tensor, group: Group) -> list[Work]:
     """The largest over the ranks, element by element, on every rank."""
+    return _start_all_reduce(flat, group, dist.ReduceOp.MAX)
+
+
+def _start_all_reduce(flat: Tensor, group: Group, op: dist.ReduceOp.RedOpType) -> list[Work]:
     if group.alone or not flat.numel():
         return []
-    group.ledger.record("all_reduce", group.name, flat)
-    work = dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group.handle, async_op=True)
-    return [] if work is None else [work]
+    return group.started("all_reduce", flat, partial(dist.all_reduce, flat, op=op, group=group.handle, async_op=True))
 
 
 def start_reduce(flat: Tensor, to: int, group: Group) -> list[Work]:
     """Sums over the ranks, on rank ``to``; on the others nothing of use is left."""
     if group.alone or not flat.numel():
         return []
-    group.ledger.record("reduce", group.name, flat)
-    work = dist.reduce(flat, to, group=group.handle, async_op=True)
-    return [] if work is None else [work]
+    return group.started("reduce", flat, partial(dist.reduce, flat, to, group=group.handle, async_op=True))
 
 
 # ---- numbers of the host ----
@@ -381,8 +379,8 @@ def broadcast_bytes(content: bytes, group: Group, source: int = 0) -> bytes:
     if sent:
         buffer.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     buffer = buffer.to(device)
-    group.ledger.record("broadcast", group.name, buffer)
-    dist.broadcast(buffer, group.ranks[source], group=group.handle)
+    with group.timed("broadcast", buffer):
+        dist.broadcast(buffer, group.ranks[source], group=group.handle)
     received = buffer.cpu().numpy().tobytes()
     if hashlib.sha256(received[32:]).digest() != received[:32]:
         raise ExchangeError(

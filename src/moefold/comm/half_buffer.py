@@ -18,6 +18,7 @@ b <= 2a. So pieces double in size, and a buffer of n elements takes log2(n) copi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,10 +77,9 @@ def start_half_buffer_sum(flat: Tensor, each: int, group: Group) -> HalfBufferSu
     rest = flat[even:].clone()
     sent = cast_to_first_half(flat)[:even]
     received = flat.view(torch.bfloat16)[flat.numel() :][:even]
-    works = []
+    works: list[Work] = []
     if each:
-        group.ledger.record("all_to_all", group.name, sent)
-        work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-        works = [] if work is None else [work]
+        start = partial(dist.all_to_all_single, received, sent, group=group.handle, async_op=True)
+        works += group.started("all_to_all", sent, start)
     works += start_all_reduce(rest, group)
     return HalfBufferSum(flat, received.view(group.size, each), rest, group, works)

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -100,6 +100,8 @@ class Heartbeat:
         self._longest = [0.0] * len(PHASES)
         self._num_steps = 0
         self._steps: list[float] = []
+        # Called with every phase that is entered, while a step is profiled.
+        self.on_enter: Callable[[str], None] | None = None
         # Dispatchers may start collectives on a thread of their own.
         self._lock = threading.Lock()
 
@@ -126,6 +128,8 @@ class Heartbeat:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """The rank is in this phase from now on, of this step, or of the one it was in."""
+        if self.on_enter is not None:
+            self.on_enter(phase)
         with self._lock:
             now = time.monotonic()
             spent = now - self._phase_began

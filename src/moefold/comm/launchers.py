@@ -29,16 +29,31 @@ class Launcher:
     rank: str
     world: str
     local_rank: str
+    # How many ranks this host has; SLURM writes it as `4(x2)`, for two hosts with four each.
+    local_world: str
     # Where rank 0 is: an address, or a list of hosts in SLURM's notation whose first has rank 0.
     address: str | None = None
     hosts: str | None = None
 
 
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", address="MASTER_ADDR"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", address="MASTER_ADDR"),
     # A step's variables: in a batch script, outside of srun, SLURM_PROCID is 0 and says nothing.
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", hosts="SLURM_STEP_NODELIST"),
-    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        hosts="SLURM_STEP_NODELIST",
+    ),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
 )
 # Variables that count the tasks of a job; more than one means that this process should not be alone.
 _TASK_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -99,6 +114,19 @@ def is_first_of_host(environment: Mapping[str, str], rank: int, world: int) -> b
         if environment.get(launcher.rank) == str(rank) and environment.get(launcher.world) == str(world):
             return environment.get(launcher.local_rank, str(rank)) == "0"
     return rank == 0
+
+
+def place_on_host(environment: Mapping[str, str], rank: int, world: int, hosts: Hosts | None) -> tuple[int, int]:
+    """Which of its host's ranks a rank is, and how many the host has; one host where nothing says otherwise."""
+    if hosts is not None:
+        return rank % hosts.ranks, hosts.ranks
+    for launcher in LAUNCHERS:
+        if environment.get(launcher.rank) == str(rank) and environment.get(launcher.world) == str(world):
+            index = environment.get(launcher.local_rank, "")
+            size = re.match(r"\d+", environment.get(launcher.local_world, ""))
+            if index.isdecimal() and size is not None and int(index) < int(size[0]):
+                return int(index), int(size[0])
+    return rank, world
 
 
 def _read(launcher: Launcher, environment: Mapping[str, str]) -> Place:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Ledger
+from moefold.comm.spans import NOT_TIMED, SpanRecorder, TimedWork
 from moefold.ops.fp32_linear import upcast
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ T = TypeVar("T")
 class CommStream(Protocol):
     """Runs work in order; ``wait`` returns its result."""
 
-    def submit(self, work: Callable[[], Any]) -> Any:
+    def submit(self, work: Callable[[], object]) -> Any:
         """Start ``work`` after everything submitted before it; returns a handle for ``wait``."""
         ...
 
@@ -97,6 +99,34 @@ class SynchronousStream:
         return handle
 
 
+class TimedCommStream:
+    """A stream whose waits are spans while a step is profiled; what it runs has spans on its own stream."""
+
+    def __init__(self, stream: CommStream, ledger: Ledger) -> None:
+        self.stream, self.ledger = stream, ledger
+
+    def submit(self, work: Callable[[], T]) -> object:
+        if (spans := self.ledger.spans) is None:
+            return self.stream.submit(work)
+
+        def run() -> T:
+            with spans.span("compute", "on the comm stream"):
+                return work()
+
+        return self.stream.submit(run)
+
+    def wait(self, handle: object, meanwhile: Callable[[], bool]) -> object:
+        if (spans := self.ledger.spans) is None:
+            return self.stream.wait(handle, meanwhile)
+
+        def work_meanwhile() -> bool:
+            with spans.span("compute", "weight gradients meanwhile"):
+                return meanwhile()
+
+        with spans.span("wait", "for the comm stream"):
+            return self.stream.wait(handle, work_meanwhile)
+
+
 @dataclass(frozen=True)
 class Expected:
     """A message to receive: its peer and the shapes of its tensors."""
@@ -124,8 +154,9 @@ class P2PChannels:
             self.group.ledger.record("send", self.group.name, tensor)
             if tensor.numel():
                 channel = self.group.channel(self.group.index, peer)
+                stamp = self._stamp("send", channel, peer, tensor)
                 work = _started(dist.isend(tensor, self.group.ranks[peer], group=channel))
-                self._pending_sends.append((tensor, work))
+                self._pending_sends.append((tensor, self._timed(work, "send", stamp)))
         self._pending_sends = [(tensor, work) for tensor, work in self._pending_sends if not work.is_completed()]
 
     def receive(self) -> list[Tensor]:
@@ -154,7 +185,22 @@ class P2PChannels:
         if not tensor.numel():
             return tensor, None
         channel = self.group.channel(peer, self.group.index)
-        return tensor, dist.irecv(tensor, self.group.ranks[peer], group=channel)
+        stamp = self._stamp("receive", channel, peer, tensor)
+        return tensor, self._timed(
+            _started(dist.irecv(tensor, self.group.ranks[peer], group=channel)), "receive", stamp
+        )
+
+    def _stamp(self, operation: str, channel: dist.ProcessGroup, peer: int, tensor: Tensor) -> int | None:
+        """Both ends number the messages of a channel alike: it has one direction."""
+        spans, size = self.group.ledger.spans, tensor.numel() * tensor.element_size()
+        if spans is None:
+            return None
+        peers = (self.group.ranks[peer],)
+        return spans.start_operation(operation, self.group.name, str(channel.group_name), peers, size)
+
+    def _timed(self, work: dist.Work, operation: str, stamp: int | None) -> dist.Work:
+        spans = self.group.ledger.spans
+        return work if spans is None or stamp is None else TimedWork(work, spans, f"{operation} pp", stamp)
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -175,9 +221,11 @@ def all_reduce_p2p(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
         parts.append(torch.empty_like(x))
         transfers.append(dist.P2POp(dist.isend, x, group.ranks[member], group.connected))
         transfers.append(dist.P2POp(dist.irecv, parts[-1], group.ranks[member], group.connected))
-    # In one launch: under NCCL, two ends that both send first would wait for each other.
-    for work in dist.batch_isend_irecv(transfers) if transfers else []:
-        work.wait()
+    ranks = tuple(group.ranks[member] for member in members)
+    with _exchange(group, "all_reduce_p2p", f"members {ranks}", ranks, x):
+        # In one launch: under NCCL, two ends that both send first would wait for each other.
+        for work in dist.batch_isend_irecv(transfers) if transfers else []:
+            work.wait()
     total = upcast(parts[0])
     for part in parts[1:]:
         total = total + part
@@ -214,5 +262,30 @@ def shift(rows: Tensor, num_received: int, group: Group, *, distance: int = 1, t
         transfers.append(dist.P2POp(dist.isend, rows, to, group.handle, tag))
     if buffer.numel():
         transfers.append(dist.P2POp(dist.irecv, buffer, source, group.handle, tag))
+    spans = group.ledger.spans
+    stamp = (
+        None if spans is None else _stamp_exchange(spans, group, "shift", f"shift {distance} {tag}", (source,), rows)
+    )
     works = dist.batch_isend_irecv(transfers) if transfers else []
+    if spans is not None and stamp is not None:
+        works = [TimedWork(work, spans, f"shift {group.name}", stamp) for work in works]
     return Shift(buffer, rows, works)
+
+
+def _exchange(
+    group: Group, operation: str, channel: str, peers: tuple[int, ...], sent: Tensor
+) -> AbstractContextManager[None]:
+    """A span around several messages that are waited for at once, if there is a recorder."""
+    spans = group.ledger.spans
+    if spans is None:
+        return NOT_TIMED
+    stamp = _stamp_exchange(spans, group, operation, channel, peers, sent)
+    return spans.span("comm", f"{operation} {group.name}", (stamp,))
+
+
+def _stamp_exchange(
+    spans: SpanRecorder, group: Group, operation: str, channel: str, peers: tuple[int, ...], sent: Tensor
+) -> int:
+    """All ranks exchange in the same order, empty messages included, so they number exchanges alike."""
+    name, size = f"{group.connected.group_name} {channel}", sent.numel() * sent.element_size()
+    return spans.start_operation(operation, group.name, name, peers, size)

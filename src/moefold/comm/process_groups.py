@@ -5,12 +5,15 @@ have made equally many. The names are therefore walked in one fixed order on eve
 list has size 1 or repeats an earlier one is the same on every rank, so the counts stay equal.
 
 Every collective is counted in the group's ledger: calls and the bytes this rank passes in, forward and backward, by
-operation and group. The planner's communication formulas are tested against these counts.
+operation and group. The planner's communication formulas are tested against these counts. With a recorder in the
+ledger, every operation is also stamped (`comm/spans.py`): ``Group.timed`` is around an operation that is waited for at
+once, ``Group.started`` starts one that is waited for later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,9 +21,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from moefold.comm.shared_memory import LazySharedMemory, SharedMemory, in_order
+from moefold.comm.spans import NOT_TIMED, SpanRecorder, TimedWork
 from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels
 
 
@@ -38,6 +44,8 @@ class Ledger:
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
     # Called with what is recorded, before the operation starts: see `heartbeat.py`.
     on_record: Callable[[str, str, Tensor], None] | None = None
+    # Stamps operations while a step is profiled.
+    spans: SpanRecorder | None = None
 
     def record(self, operation: str, group: str, sent: Tensor) -> None:
         """``sent`` is the tensor this rank passes in; its size is counted, independent of the backend's algorithm."""
@@ -63,6 +71,8 @@ class Group:
     ledger: Ledger
     # Of a pipeline's group: a process group for each pair of neighbours and direction, by (sender, receiver).
     channels: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
+    # Of a dispatcher's group on CPUs; None where messages go by the process group.
+    shared_memory: LazySharedMemory | None = None
 
     @property
     def size(self) -> int:
@@ -77,6 +87,43 @@ class Group:
     @property
     def alone(self) -> bool:
         return len(self.ranks) == 1
+
+    def timed(self, operation: str, sent: Tensor) -> AbstractContextManager[None]:
+        """Count an operation, and time what is inside if there is a recorder: all of that waits for the operation."""
+        self.ledger.record(operation, self.name, sent)
+        return NOT_TIMED if self.ledger.spans is None else self.stamped(operation, sent)
+
+    def stamped(self, operation: str, sent: Tensor) -> AbstractContextManager[None]:
+        """The same for an operation that is not counted, where there is a recorder."""
+        spans = self.ledger.spans
+        assert spans is not None
+        return spans.span("comm", f"{operation} {self.name}", (self.stamp(spans, operation, sent),))
+
+    def started(self, operation: str, sent: Tensor, start: Callable[[], Work | None]) -> list[Work]:
+        """Count an operation, start it, and return its handle."""
+        self.ledger.record(operation, self.name, sent)
+        spans = self.ledger.spans
+        stamp = None if spans is None else self.stamp(spans, operation, sent)
+        work = start()
+        if work is None:
+            return []
+        return [work] if spans is None or stamp is None else [TimedWork(work, spans, f"{operation} {self.name}", stamp)]
+
+    def stamp(self, spans: SpanRecorder, operation: str, sent: Tensor) -> int:
+        size = sent.numel() * sent.element_size()
+        return spans.start_operation(operation, self.name, str(self.connected.group_name), self.ranks, size)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, recv: list[int], send: list[int]) -> None:
+        """``send[i]`` rows to peer i and ``recv[i]`` from it: through shared memory where all ranks have it."""
+        memory = self.memory()
+        if memory is None:
+            dist.all_to_all_single(received, sent, recv, send, group=self.handle)
+        else:
+            memory.all_to_all(received, sent, in_order(recv), in_order(send))
+
+    def memory(self) -> SharedMemory | None:
+        """The memory that all ranks of the group share; the first call is a collective."""
+        return None if self.shared_memory is None else self.shared_memory.get()
 
     def channel(self, sender: int, receiver: int) -> ProcessGroup:
         """The process group for messages from one member (by index) to its neighbour in the ring of stages.
@@ -105,13 +152,16 @@ class Groups:
         inner: int = 1,
         ep_inner: int = 1,
         own_stream: bool = False,
+        share_memory: bool = False,
     ) -> None:
         """``inner``: consecutive ranks of a context group that all-to-all heads in hierarchical context parallelism.
         ``ep_inner``: consecutive ranks of an ep group on one host, for two-level dispatch.
 
         ``own_stream`` makes separate process groups for dispatchers: their collectives run on another thread, and two
-        threads must not share a process group.
+        threads must not share a process group. ``share_memory``: dispatchers' exchanges go through shared memory where
+        the ranks of a group are on one host, and on CPUs.
         """
+        self._memories: dict[int, LazySharedMemory] | None = {} if share_memory else None
         self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         on_stream: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -145,7 +195,19 @@ class Groups:
     ) -> Group:
         if len(ranks) > 1 and ranks not in made:
             made[ranks] = _new_group(ranks, self.layout.world if shared else None, self._timeout)
-        return Group(name, ranks, ranks.index(self.rank), made.get(ranks), self._ledger)
+        index, handle = ranks.index(self.rank), made.get(ranks)
+        memory = self._memory(handle, index, ranks, name) if name in TOKEN_GROUPS else None
+        return Group(name, ranks, index, handle, self._ledger, shared_memory=memory)
+
+    def _memory(
+        self, handle: ProcessGroup | None, index: int, ranks: tuple[int, ...], name: str
+    ) -> LazySharedMemory | None:
+        """One per process group, as names of the same ranks have one."""
+        if self._memories is None or handle is None or dist.get_backend(handle) != dist.Backend.GLOO:
+            return None
+        seconds = self._timeout.total_seconds()
+        made = self._memories.setdefault(id(handle), LazySharedMemory(handle, index, len(ranks), name, seconds))
+        return made
 
     def _channels(self, pp: Group) -> dict[tuple[int, int], ProcessGroup]:
         """Both directions of both boundaries of this rank.
@@ -182,6 +244,9 @@ class Groups:
         outer, inner = self[replicate], self[shard]
         if outer.alone and inner.alone:
             return None
+        # DTensor remembers results of operations by meshes that are equal although their ranks are not: after a dry
+        # run, or the fork of a process that did one, parameters would have the mesh and the place of another rank.
+        _clear_sharding_prop_cache()
         if outer.alone:
             return DeviceMesh.from_group(inner.connected, device_type, mesh_dim_names=(shard,))
         if inner.alone:

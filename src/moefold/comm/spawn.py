@@ -334,7 +334,13 @@ def _collect_results(
 def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         if rank.done_at is None:
-            os.kill(rank.pid, signal.SIGKILL)
+            ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                os.kill(rank.pid, signal.SIGKILL)
+            elif ended.si_code != os.CLD_EXITED:
+                # A signal had ended it, and a process that it had started holds its pipe. Peers that lost it are not to
+                # blame; one of them may have exited meanwhile, with a message that nobody reads any more.
+                rank.done_at = time.monotonic()
         rank.exit_code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         os.close(rank.pipe)
 

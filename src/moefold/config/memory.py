@@ -44,8 +44,9 @@ RetainedStep = Literal[
 ]
 # discard: recomputed in the backward pass. offload: waits in the host's memory. quantize: narrow matmuls keep their
 # input in the format in which their weight gradient reads it (docs/precision.md); of attention_norm, latent_norm, rows,
-# activation, shared, dense, and feed_norm of dense layers.
-Retention = Literal["keep", "discard", "offload", "quantize"]
+# activation, shared, dense, and feed_norm of dense layers. page: of buffers of a fixed size the rows that are there, in
+# pages of a pool (docs/memory.md); of rows, gate_up, activation.
+Retention = Literal["keep", "discard", "offload", "quantize", "page"]
 RetainPreset = Literal["none", "megascale_sar", "fine_grained", "fine_grained_offload"]
 
 # Published choices, as far as steps can say them.
@@ -106,6 +107,12 @@ class MemoryConfig:
     retain: RetainConfig = field(default_factory=RetainConfig)
     # Bound of the host memory for offloaded activations, in GiB per rank; None: no bound. What does not fit is kept.
     host_gib: float | None = None
+    # Rows for which there are pages (`retain.STEP: page`), over those of an even routing, summed over layers and
+    # microbatches in flight; and which share of the pages is in the host's memory, on CPUs.
+    page_bound: float = 1.1
+    page_spill: float = 0.0
+    # Rows of a page.
+    page_rows: int = 64
     # Planned only: activations by Megatron's names, and all activations of so many layers per pipeline rank, that wait
     # in the host's memory.
     offload: tuple[OffloadedActivation, ...] = ()

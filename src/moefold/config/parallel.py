@@ -9,14 +9,16 @@ from moefold.config.strict import STRICT
 
 ContextMode = Literal["ring", "all_to_all", "hierarchical"]
 # The dispatchers. Each is a module of that name in moe/dispatch; docs/how-to-add/dispatcher.md says what else it needs.
-NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "all_to_all_aligned"]
+NamedDispatcher = Literal[
+    "all_to_all", "all_gather", "deduplicated", "two_level", "all_to_all_aligned", "all_to_all_bounded"
+]
 DispatcherName = Literal[NamedDispatcher, "adaptive"]
 # Of other libraries, on GPUs, installed apart: docs/engines.md. Modules of these names in moe/dispatch call them.
 EngineDispatcher = Literal["deepep", "deepep_elastic", "symmetric_memory"]
 # As the planner knows them. hybridep is planned only: `checks/planned_only.py` refuses to train it.
 PlannedDispatcherName = Literal["deepep", "hybridep"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp", "flat"]
-Overlap = Literal["ep", "wgrad"]
+Overlap = Literal["shared_experts", "ep", "wgrad"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class LinkConfig:
 
 
 @dataclass(frozen=True)
+class EchoConfig:
+    """ECHO, elastic cloning of hot experts: ranks with fewer rows than the mean compute some for experts of others."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Spare slots of each rank: the most clones that it has at once in a layer.
+    slots: int = 1
+    # The fewest rows for which a clone is made: docs/walls.md says from how many on its weights are worth sending.
+    min_rows: int = 1
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the attention grid and the expert grid, and how tokens travel between them."""
 
@@ -77,9 +91,15 @@ class ParallelConfig:
     # and master weights (ZeRO-1), with weights and gradients in flat buffers. Planned only: zero2 (gradients and
     # optimizer states), zero1 (optimizer states), none.
     sharding: Sharding = "fsdp"
-    # Planned only: overlaps that another framework adds to any schedule; here the schedule's name says them. ep:
-    # dispatch and combine of one microbatch run beside the computation of another. wgrad: deferred weight gradients.
+    # Overlaps inside of a layer. shared_experts: the shared expert's first matmul runs beside the dispatch of the same
+    # microbatch, its second beside combine, in forward and backward. Overlaps of two microbatches are in the schedule's
+    # name; planned only, because another framework adds them to any schedule: ep (dispatch and combine of one
+    # microbatch beside the computation of another), wgrad (deferred weight gradients).
     overlap: tuple[Overlap, ...] = ()
+    # Chunks of a rank's tokens that go to the experts and back one after the other: while one is on its way, the
+    # experts compute another of the same microbatch, in forward and backward. 1: all tokens at once, and the experts
+    # wait. FSDP gathers weights once per step with more than 1.
+    exchange_chunks: int = 1
     # HSDP: this many replicas of the sharded dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1
@@ -89,8 +109,17 @@ class ParallelConfig:
     # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
     # By other libraries on GPUs: deepep, deepep_elastic, symmetric_memory. Planned only: hybridep.
     dispatcher: Literal[DispatcherName, EngineDispatcher, PlannedDispatcherName] = "all_to_all"
+    # How rows of experts travel between CPUs. shared_memory: among ranks of one host each reads what its peers wrote;
+    # groups of several hosts use gloo. gloo: always.
+    cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
     link: LinkConfig = field(default_factory=LinkConfig)
     # two_level: this many neighbouring ranks of an ep group share a host.
     ep_inner: int = 1
+    # Clone hot experts for each microbatch; None: every row is computed where its expert is.
+    echo: EchoConfig | None = None
     # Aligned all-to-all: each expert's rows are rounded up to a multiple of this.
     row_multiple: int = 16
+    # Bounded all-to-all: rows that the experts of a rank compute at most, and rows that a rank sends to another at
+    # most, each over its mean. A step in which a row does not fit runs once more, with exact counts.
+    row_bound: float = 1.25
+    pair_bound: float = 1.5

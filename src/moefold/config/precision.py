@@ -50,6 +50,9 @@ AttentionBackend = Literal[
     "auto", "sdpa", "triton", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex", "reference"
 ]
 Graphs = Literal["none", "partial", "full"]
+# Megatron's words for parts of a layer (`cuda_graph_scope`).
+GraphScope = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
+CpuMatmul = Literal["auto", "compute", "float32"]
 Compile = Literal["none", "regions"]
 
 
@@ -164,8 +167,17 @@ class KernelsConfig:
     row_padding: RowPadding = "wgrad"
     # Matmuls of linear layers: torch's, or Transformer Engine's GEMM, in bfloat16 on GPUs: docs/engines.md.
     linear: LinearBackend = "torch"
-    # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).
+    # Matmuls of 16-bit numbers on CPUs. compute: in their own format. float32: widened, and the product rounded, which
+    # differs in the order of sums alone. auto: float32 on a CPU without instructions for the format, where its matmuls
+    # take several times as long; the first line of a run says which.
+    cpu_matmul: CpuMatmul = "auto"
+    # CUDA graphs (docs/graphs.md). partial: the parts of layers that `graph_scope` names. Planned only: full, the whole
+    # step.
     graphs: Graphs = "none"
+    # attn: attention and its norm. moe_router: the other norm, scores, top-k, probs and balance losses. moe: what lies
+    # between the exchanges of an MoE layer. mlp: the feed-forward of a dense layer. Planned only: moe_preprocess and
+    # mamba.
+    graph_scope: tuple[GraphScope, ...] = ("attn", "moe_router")
     # torch.compile. regions: of an MoE layer, what lies between its exchanges: scores to probs, balance losses, the
     # order in which rows are sent, the experts' activation; each is one graph, and a graph break is an error.
     compile: Compile = "none"

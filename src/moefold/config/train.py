@@ -102,6 +102,33 @@ class StragglersConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Steps whose time is accounted for on every rank: compute, exposed communication per axis, bubble, host, data."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # A profiled step every so many steps; 0: none, and nothing is stamped.
+    every: int = 0
+    # Also write a Chrome/Perfetto trace of all ranks for each of them.
+    trace: bool = False
+    # Name the spans for another tool. nvtx: ranges that nsys shows; torch: torch's profiler, a trace per rank and step.
+    ranges: Literal["none", "nvtx", "torch"] = "none"
+
+
+@dataclass(frozen=True)
+class RoutingTraceConfig:
+    """The experts that every token of some steps took: written down, and taken again."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Record steps into directory/NAME/routing until it has so many; 0: none. A step takes 2 bytes per token, MoE layer
+    # and assignment.
+    steps: int = 0
+    # A directory of recorded steps, whose experts routers take in the place of their own choice; null: none.
+    replay: str | None = None
+
+
+@dataclass(frozen=True)
 class ElasticConfig:
     """Ranks that are gone for good: the run goes on with fewer of them, in another layout, on the same batches."""
 
@@ -110,6 +137,21 @@ class ElasticConfig:
     # The fewest ranks to go on with. null: half of those that --nproc started, and under torchrun as few as it starts.
     # As many as the run has: never with fewer.
     min_world: int | None = None
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """What the process of a rank does beside its step: docs/host-overhead.md."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # When Python looks for reference cycles. automatic: when it has allocated enough, on every rank at another moment.
+    # manual: on all ranks after the same steps, `gc_every` apart, and nothing that was made at the start is searched.
+    gc: Literal["automatic", "manual"] = "automatic"
+    gc_every: int = 50
+    # Which cores a rank runs on. none: any. cores: its share of the host's, memory node by memory node. gpu: its share
+    # of those next to its GPU; on CPUs as cores.
+    bind: Literal["none", "cores", "gpu"] = "none"
 
 
 @dataclass(frozen=True)
@@ -138,3 +180,6 @@ class TrainConfig:
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    host: HostConfig = field(default_factory=HostConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    routing_trace: RoutingTraceConfig = field(default_factory=RoutingTraceConfig)

@@ -34,11 +34,18 @@ class BalancedSplitSizes:
         lengths: Sequence[int],
         context: int,
         imbalance: float = 1.0,
+        chunk: tuple[int, int] = (0, 1),
     ) -> None:
+        """``chunk``: which of how many chunks of every rank's tokens."""
+        self.chunk = chunk
         self.run, self.layout, self.rank = run, layout, rank
         self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
         # Computed once: every layer of every microbatch asks for them.
         self._exchanged: dict[ExchangeName, HostRows] = {}
+
+    def of_chunk(self, chunk: int, chunks: int) -> BalancedSplitSizes:
+        of_rank = self.run, self.layout, self.rank, self.lengths, self.context, self.imbalance
+        return BalancedSplitSizes(*of_rank, (chunk, chunks))
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return self._leaving
@@ -54,12 +61,20 @@ class BalancedSplitSizes:
 
     def tokens_and_gathered(self, tokens_of_P: Tensor, rows_per_expert_e: Tensor) -> tuple[list[int], list[int]]:
         block = self.layout.ranks("expert_block", self.rank)
-        return [len(self._tokens_of(peer)) for peer in block], self._gathered
+        return [len(self._chunk_of(self._tokens_of(peer))) for peer in block], self._gathered
 
     def exchanged_once(self, exchanges: Mapping[ExchangeName, ExchangedRows]) -> dict[ExchangeName, HostRows]:
         for hop in exchanges.keys() - self._exchanged.keys():
             self._exchanged[hop] = HostRows(self._leaving_once(hop), self._arriving_once(hop))
         return {hop: self._exchanged[hop] for hop in exchanges}
+
+    def cloned(self, expert_N: Tensor) -> list[int]:
+        """No rank has more rows than another, so that there are no clones."""
+        return [-1] * expert_N.numel()
+
+    def overflow(self, rows: Tensor) -> int:
+        """Bounds hold an even routing."""
+        return 0
 
     def _leaving_once(self, hop: ExchangeName) -> list[int]:
         peers, holders = self._peers(hop, self.rank), self._holders(hop, self.rank)
@@ -99,7 +114,7 @@ class BalancedSplitSizes:
         """Those of a rank, or of its host."""
         assert self.run.model.moe is not None
         size = self.run.parallel.ep_inner if hop == "across" else 1
-        number = self.run.model.moe.num_experts // self.layout.size("ep") * size
+        number = self._num_places // self.layout.size("ep") * size
         first = self.layout.index("ep", rank) // size * number
         return slice(first, first + number)
 
@@ -117,8 +132,8 @@ class BalancedSplitSizes:
         """Of the source's tokens: how many are assigned to experts of ``end``, and how many to each of these."""
         assert self.run.model.moe is not None
         experts, assignments = self._experts_at(hop, end), self._assignments_of(source)
-        expert = assignments % self.run.model.moe.num_experts
-        there = assignments[(expert >= experts.start) & (expert < experts.stop)]
+        place = self._places_of(assignments)
+        there = assignments[(place >= experts.start) & (place < experts.stop)]
         return [len(np.unique(there // self.run.model.moe.top_k)), *self._rows_of(source)[experts]]
 
     def _scaled(self, rows: int) -> int:
@@ -126,9 +141,20 @@ class BalancedSplitSizes:
 
     def _rows_of(self, rank: int) -> list[int]:
         """Number of a rank's rows for each expert after dropping."""
-        moe = self.run.model.moe
-        assert moe is not None
-        return np.bincount(self._assignments_of(rank) % moe.num_experts, minlength=moe.num_experts).tolist()
+        return np.bincount(self._places_of(self._assignments_of(rank)), minlength=self._num_places).tolist()
+
+    @property
+    def _num_places(self) -> int:
+        """Experts, and with ECHO the spare slots of all ranks, which stay empty: no rank has more rows than another."""
+        assert self.run.model.moe is not None
+        echo = self.run.parallel.echo
+        return self.run.model.moe.num_experts + (0 if echo is None else echo.slots * self.layout.size("ep"))
+
+    def _places_of(self, assignments: np.ndarray) -> np.ndarray:
+        assert self.run.model.moe is not None
+        expert, echo = assignments % self.run.model.moe.num_experts, self.run.parallel.echo
+        each = self.run.model.moe.num_experts // self.layout.size("ep")
+        return expert if echo is None else expert + expert // each * echo.slots
 
     def _assignments_of(self, rank: int) -> np.ndarray:
         """Indices of a rank's assignments that are not dropped."""
@@ -136,7 +162,16 @@ class BalancedSplitSizes:
         assert moe is not None
         tokens = self._tokens_of(rank)
         assignments = (tokens[:, None] * moe.top_k + np.arange(moe.top_k)).ravel()
-        return assignments if moe.capacity is None else assignments[self._is_kept(assignments, len(tokens))]
+        # Dropped before tokens are cut into chunks.
+        is_kept = np.ones(len(assignments), bool)
+        if moe.capacity is not None:
+            is_kept = self._is_kept(assignments, len(tokens))
+        return assignments[is_kept & np.isin(assignments // moe.top_k, self._chunk_of(tokens))]
+
+    def _chunk_of(self, tokens: np.ndarray) -> np.ndarray:
+        number, chunks = self.chunk
+        ends = np.cumsum(shard_sizes(len(tokens), chunks))
+        return np.split(tokens, ends[:-1])[number]
 
     def _is_kept(self, assignments: np.ndarray, num_tokens: int) -> np.ndarray:
         """Drops by position, the only policy that needs no scores."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.checks.run_all import problems
-from moefold.comm.p2p import SynchronousStream
+from moefold.comm.p2p import CommStream, SynchronousStream, comm_stream
 from moefold.comm.process_groups import Groups, Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
@@ -136,9 +136,7 @@ def dry_run_of_rank(
     batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
     shape = batches[0]
     split_sizes = BalancedSplitSizes(run, groups.layout, groups.rank, shape.lengths, shape.context_size, imbalance)
-    local_model = build_on_meta(run, groups, device, split_sizes)
-    if local_model.comm_stream is not None and device.type == "cpu":
-        local_model = replace(local_model, comm_stream=SynchronousStream())
+    local_model = build_on_meta(run, groups, device, split_sizes, make_stream=_stream_of_one_thread)
     whole, here = microbatches or len(batches), groups["pp"].index
     executed = microbatches or enough_microbatches(run, here, whole)
     with CachedFakeMode() as mode, under or nullcontext():
@@ -155,8 +153,9 @@ def second_step(
     batches: Sequence[Batch],
     progress: Progress | None = None,
 ) -> StepTrace:
-    """Trace a step after a first one, as short as possible, that creates the optimizer states."""
-    first = fewest_microbatches(local_model.run, len(batches))
+    """Trace a step after a first one that creates the optimizer states: as short as possible, or, with graphs, with all
+    microbatches: slots are captured in the step after their first."""
+    first = len(batches) if local_model.graphs else fewest_microbatches(local_model.run, len(batches))
     here = local_model.groups["pp"].index
     total = sum(len(order_of(local_model.run, number).actions[here]) for number in (first, len(batches)))
     done = 0
@@ -374,3 +373,8 @@ def dry_run_json(found: DryRun) -> dict[str, Any]:
         "collectives": [each._asdict() for each in found.collectives],
         "seconds": found.seconds,
     }
+
+
+def _stream_of_one_thread(device: torch.device) -> CommStream:
+    """Fake tensors belong to a thread, which a CPU's communication stream would leave."""
+    return comm_stream(device) if device.type == "cuda" else SynchronousStream()

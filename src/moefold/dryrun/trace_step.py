@@ -145,7 +145,7 @@ class _StepTracer:
         }
         held: dict[Key, int] = {}
         for number, size in peak.alive.items():
-            if category.get(number) == "activations":
+            if category.get(number) == "activations" and number in self.owner:
                 held[self.owner[number]] = held.get(self.owner[number], 0) + size
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of_batch(self.batches[-1])}
         size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
@@ -173,12 +173,21 @@ class _StepTracer:
         for batch in batches:
             self._tag_batch(batch)
         self._tag_host()
+        self._tag_pages()
         return self.storages.num_seen
 
     def _tag_host(self) -> None:
         retention = self.local_model.retention
         for buffer in () if retention is None else retention.offload.pool.buffers():
             self.storages.add(buffer, HOST)
+
+    def _tag_pages(self) -> None:
+        """Pools hold activations of any microbatch, and stay."""
+        retention = self.local_model.retention
+        stash = None if retention is None else retention.stash
+        for pool in () if stash is None else stash.pools.values():
+            self.storages.add(pool.rows_NX, "activations")
+            self.storages.add(pool.spilled_NX, HOST)
 
     def _tag_weight_copies(self) -> None:
         """Codes and scales are made by a forward or a backward, and stay until weights change."""

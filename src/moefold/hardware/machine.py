@@ -8,12 +8,15 @@ beside anything else: a rank computes, then waits for its collective, then compu
     traffic    what only moves memory, counted as `plan/op_costs.py` counts it, and a fixed time per operation
     wires      how long messages of some sizes take, by operation, group and how many ranks are at work
     crowds     so many ranks at once slow each other down by this factor: they share cores
+
+What is not measured can be described: ``over_link`` puts every rank on a host of its own, behind a link of a rate, and
+``host_ms`` is what a rank's host does in every step beside training: collect garbage, read a batch late.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from math import isfinite
@@ -105,6 +108,7 @@ class Machine:
     update_ns: float
     wires: tuple[Wire, ...]
     crowds: tuple[Crowd, ...]
+    host_ms: float = 0.0
 
     def slowdown(self, ranks: int) -> float:
         """Between measured numbers of ranks, in proportion; beyond them, cores are shared evenly."""
@@ -125,6 +129,24 @@ class Machine:
         """The one that was measured nearest to this: first by how many ranks are at work, then by the group."""
         same = [wire for wire in self.wires if wire.operation == operation]
         return min(same, key=lambda wire: (abs(wire.world - world), abs(wire.group - group)))
+
+
+# How often the bytes by which an operation is measured cross a link: rows of an exchange go out and home, in both
+# passes; keys and values go round once forward, and twice with their gradients. The others are one way.
+_CROSSINGS: dict[Operation, int] = {"exchange": 4, "context": 3}
+
+
+def over_link(machine: Machine, gb_s: float) -> Machine:
+    """The same computer with every rank on a host of its own that sends and receives 1e9 * ``gb_s`` bytes per second.
+
+    Messages take as long as measured, and the time of their bytes on the link.
+    """
+    wires = []
+    for wire in machine.wires:
+        crossings = _CROSSINGS.get(wire.operation, 1)
+        us = tuple(us + crossings * received / gb_s / 1e3 for us, received in zip(wire.us, wire.received, strict=True))
+        wires.append(replace(wire, us=us))
+    return replace(machine, wires=tuple(wires))
 
 
 def read_machine(path: str | Path) -> Machine:
@@ -160,7 +182,7 @@ def _problems(path: str, machine: Machine) -> list[Problem]:
     numbers = {field.name: getattr(machine, field.name) for field in fields(machine)}
     for name, value in numbers.items():
         # What an operation costs beyond its bytes may be too little to measure.
-        least_is_zero = name in ("operation_us", "expert_us")
+        least_is_zero = name in ("operation_us", "expert_us", "host_ms")
         if isinstance(value, int | float) and not (isfinite(value) and (value > 0 or (least_is_zero and value == 0))):
             found.append(Problem(f"{path}: {name}", f"is {value:g}, not a positive number", _REMEDY))
     if not any(crowd.ranks == 1 for crowd in machine.crowds):

@@ -19,6 +19,7 @@ from moefold.moe.load_balancing import RoutingReport
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, RMSNorm
 from moefold.nn.phase import Phase, Stream, inside, nest, recomputed, run_in_order
+from moefold.nn.phase_graphs import PhaseGraphs
 from moefold.nn.step_retention import KEEP_ALL, Retention
 
 
@@ -36,9 +37,12 @@ class Block(nn.Module):
         feed_forward: FeedForward | MoELayer,
         recompute: frozenset[str] = frozenset(),
         retain: Retention = KEEP_ALL,
+        graphs: PhaseGraphs | None = None,
     ) -> None:
-        """``recompute`` names the phases that keep their input only; ``retain``: what others keep of their steps."""
+        """``recompute`` names the phases that keep their input only; ``retain``: what others keep of their steps;
+        ``graphs`` captures phases."""
         super().__init__()
+        self.graphs = graphs
         self.retain = retain
         self.recompute = recompute
         self.attention_norm = attention_norm
@@ -51,7 +55,7 @@ class Block(nn.Module):
         return isinstance(self.feed_forward, MoELayer)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
-        if self.recompute:
+        if self.recompute or self.graphs is not None:
             output: BlockOutput = run_in_order(self.phases(batch, earlier_E), x_tD)
             return output
         with self.retain.scope():
@@ -69,9 +73,10 @@ class Block(nn.Module):
             phases: tuple[Phase, ...] = attention, dense
         else:
             phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self._feed_norm, _add_residual)
-        return tuple(
+        phases = tuple(
             recomputed(phase) if phase.name in self.recompute else inside(phase, self.retain.scope) for phase in phases
         )
+        return phases if self.graphs is None else self.graphs.in_regions(self, phases)
 
     def _attention(self, x_tD: Tensor, batch: Batch) -> Tensor:
         return x_tD + self.attention(self.retain.step("attention_norm", self.attention_norm, x_tD), batch)

@@ -29,12 +29,15 @@ from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import ExpertBackendMaker, Experts
 from moefold.moe.layer import MoELayer
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
+from moefold.moe.overlapped_layer import LayerOverlap
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import RoutingPolicy
+from moefold.nn.float32_matmul import MULTIPLY
 from moefold.nn.layers import FeedForward, Linear, RMSNorm
 from moefold.nn.low_rank import attach_adapters
-from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
+from moefold.nn.matmul_policy import MatmulPolicy, matmul_policy_named
 from moefold.nn.parallel_interfaces import LocalTokens, LocalVocab, TokenSharding, VocabSharding
+from moefold.nn.phase_graphs import PhaseGraphs
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.nn.vocab import Embedding, LanguageLoss
 
@@ -64,18 +67,25 @@ class ParallelInterfaces:
     recompute: frozenset[str] = frozenset()
     # What the other phases keep of their steps.
     retain: Retention = KEEP_ALL
+    # Called once per MoE layer: how its exchanges run beside its own computation; None where they do not.
+    overlap: Callable[[MoEConfig], LayerOverlap] | None = None
+    # Captures phases as graphs; None: each operation is launched by itself.
+    graphs: PhaseGraphs | None = None
 
 
 def local_interfaces(
-    experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH, retain: Retention = KEEP_ALL
+    experts_backend: str = "sequential",
+    kernels: MoEKernels = MOE_IN_TORCH,
+    retain: Retention = KEEP_ALL,
+    cpu_matmul: str = "compute",
 ) -> ParallelInterfaces:
-    matmul_policy = ParameterMatmul()
+    matmul_policy = matmul_policy_named("torch", cpu_matmul=cpu_matmul)
     return ParallelInterfaces(
         LocalTokens(),
         LocalVocab(),
         lambda moe: LocalDispatcher(moe.num_experts),
         matmul_policy,
-        expert_backend(experts_backend, matmul_policy, kernels=kernels, retain=retain),
+        expert_backend(experts_backend, matmul_policy, kernels=kernels, retain=retain, multiply=MULTIPLY[cpu_matmul]),
         kernels=kernels,
         retain=retain,
     )
@@ -125,7 +135,9 @@ def _block(model: ModelConfig, layer: int, interfaces: ParallelInterfaces) -> Bl
         feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", "dense", interfaces)
     attention = _attention(model, layer, interfaces)
     norms = _norm(model, interfaces), _norm(model, interfaces)
-    return Block(norms[0], attention, norms[1], feed_forward, interfaces.recompute, interfaces.retain)
+    return Block(
+        norms[0], attention, norms[1], feed_forward, interfaces.recompute, interfaces.retain, interfaces.graphs
+    )
 
 
 def _dense(dim: int, hidden: int, activation: str, step: RetainedStep, interfaces: ParallelInterfaces) -> FeedForward:
@@ -173,8 +185,7 @@ def _attention(
 def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) -> MoELayer:
     latent = moe.latent_dim
     shared = _dense(dim, moe.shared_hidden_dim, moe.activation, "shared", interfaces) if moe.shared_hidden_dim else None
-    # In torch one call is no faster, and the router's own steps are the reference.
-    route = None if interfaces.kernels.route is MOE_IN_TORCH.route else interfaces.kernels.route
+    route, balance = interfaces.kernels.for_router()
     return MoELayer(
         router=Router(
             moe,
@@ -182,7 +193,7 @@ def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) ->
             interfaces.tokens,
             None if interfaces.routing_policy is None else interfaces.routing_policy(moe),
             route,
-            interfaces.kernels.balance_term,
+            balance,
         ),
         dispatcher=interfaces.dispatcher(moe),
         experts=Experts(moe, dim, interfaces.experts(moe), interfaces.bias_scale),
@@ -190,4 +201,5 @@ def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) ->
         shared_gate=Linear(dim, 1, interfaces.matmul_policy) if shared is not None and moe.shared_gate else None,
         latent_down=None if latent is None else Linear(dim, latent, interfaces.matmul_policy),
         latent_up=None if latent is None else Linear(latent, dim, interfaces.matmul_policy),
+        overlap=None if interfaces.overlap is None else interfaces.overlap(moe),
     )

@@ -28,6 +28,7 @@ from moefold.moe.padded_permutation import (
     probs_of_rows,
 )
 from moefold.moe.permute import count_assignments
+from moefold.nn.float32_matmul import Multiply, multiply_in_compute
 from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import GLU
@@ -69,7 +70,7 @@ class ExpertTile(NamedTuple):
 
 
 def fused_forward(
-    x_RL: Tensor, prob_RK: Tensor, weights: FusedWeights, rows: PaddedRowMap, gate: GLU
+    x_RL: Tensor, prob_RK: Tensor, weights: FusedWeights, rows: PaddedRowMap, gate: GLU, multiply: Multiply
 ) -> tuple[Tensor, Tensor]:
     """Each received row's expert outputs times probs, summed; and the first GEMM's output, for the backward."""
     dim, hidden = x_RL.shape[1], weights.down_eLF.shape[2]
@@ -79,9 +80,9 @@ def fused_forward(
     gathered, acts = (_buffer(x_RL, tiles, size) for size in (dim, hidden))
     for tile in tiles:
         x_tile, act_tile = _take(x_RL, rows, tile, gathered), acts[: sum(tile.sizes)]
-        _matmuls(x_tile, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[tile.span], tile)
+        _matmuls(x_tile, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[tile.span], tile, multiply)
         gate.forward(gate_up_PG[tile.span], act_tile)
-        _matmuls(act_tile, weights.down_eLF, weights.down_bias_eL, out_PL[tile.span], tile)
+        _matmuls(act_tile, weights.down_eLF, weights.down_bias_eL, out_PL[tile.span], tile, multiply)
     return segment_sum(out_PL, rows.row_N, rows.first_R, probs_of_assignments(prob_RK, rows)), gate_up_PG
 
 
@@ -94,6 +95,7 @@ def fused_backward(
     rows: PaddedRowMap,
     gate: GLU,
     now: tuple[bool, bool],
+    multiply: Multiply,
 ) -> Backward:
     """``now``: whether the gradients of the first and of the second weight are computed here, or deferred."""
     dim, hidden = x_RL.shape[1], weights.down_eLF.shape[2]
@@ -107,39 +109,41 @@ def fused_backward(
         dout_tile, dact_tile = _take(dout_RL, rows, tile, gathered), dacts[:count]
         dgate_tile = dgates[:count] if grads.dgate_up_PG is None else grads.dgate_up_PG[span]
         act_tile = acts[:count] if grads.act_PF is None else grads.act_PF[span]
-        _input_gradients(dout_tile, weights.down_eLF, dact_tile, tile)
+        _input_gradients(dout_tile, weights.down_eLF, dact_tile, tile, multiply)
         dprob_P[span] = gate.backward(gate_up_PG[span], dact_tile, prob_P[span], dgate_tile, act_tile)
         if weights.down_bias_eL is not None:
             _down_bias_gradients(dout_tile, prob_P[span], weights.down_bias_eL, grads, tile, dprob_P[span])
         if grads.ddown_eLF is not None:
-            _weight_gradients(dout_tile, act_tile, grads.ddown_eLF, tile)
+            _weight_gradients(dout_tile, act_tile, grads.ddown_eLF, tile, multiply)
         if grads.dgate_up_bias_eG is not None:
             for sums, part in zip(grads.dgate_up_bias_eG[tile.experts], dgate_tile.split(tile.sizes), strict=True):
                 sums.copy_(part.sum(0))
         if grads.dgate_up_eGL is not None:
-            _weight_gradients(dgate_tile, _take(x_RL, rows, tile, gathered), grads.dgate_up_eGL, tile)
-        _input_gradients(dgate_tile, weights.gate_up_eGL, dx_PL[span], tile)
+            _weight_gradients(dgate_tile, _take(x_RL, rows, tile, gathered), grads.dgate_up_eGL, tile, multiply)
+        _input_gradients(dgate_tile, weights.gate_up_eGL, dx_PL[span], tile, multiply)
     return grads._replace(
         dx_RL=segment_sum(dx_PL, rows.row_N, rows.first_R, None),
         dprob_RK=assignments_of_rows(dprob_P, rows, prob_RK.shape),
     )
 
 
-def gate_up_gradient(x_RL: Tensor, dgate_up_PG: Tensor, rows: PaddedRowMap, like_eGL: Tensor) -> Tensor:
+def gate_up_gradient(
+    x_RL: Tensor, dgate_up_PG: Tensor, rows: PaddedRowMap, like_eGL: Tensor, multiply: Multiply
+) -> Tensor:
     """The first weight's gradient, where it was deferred."""
     tiles = tiles_of(rows, like_eGL.shape[1] // 2)
     grad, gathered = _zeros_where_idle(like_eGL, rows), _buffer(x_RL, tiles, x_RL.shape[1])
     for tile in tiles:
-        _weight_gradients(dgate_up_PG[tile.span], _take(x_RL, rows, tile, gathered), grad, tile)
+        _weight_gradients(dgate_up_PG[tile.span], _take(x_RL, rows, tile, gathered), grad, tile, multiply)
     return grad
 
 
-def down_gradient(dout_RL: Tensor, act_PF: Tensor, rows: PaddedRowMap, like_eLF: Tensor) -> Tensor:
+def down_gradient(dout_RL: Tensor, act_PF: Tensor, rows: PaddedRowMap, like_eLF: Tensor, multiply: Multiply) -> Tensor:
     """The second weight's gradient, where it was deferred."""
     tiles = tiles_of(rows, like_eLF.shape[2])
     grad, gathered = _zeros_where_idle(like_eLF, rows), _buffer(dout_RL, tiles, dout_RL.shape[1])
     for tile in tiles:
-        _weight_gradients(_take(dout_RL, rows, tile, gathered), act_PF[tile.span], grad, tile)
+        _weight_gradients(_take(dout_RL, rows, tile, gathered), act_PF[tile.span], grad, tile, multiply)
     return grad
 
 
@@ -195,39 +199,38 @@ def _take(x_RL: Tensor, rows: PaddedRowMap, tile: ExpertTile, buffer: Tensor) ->
     return torch.index_select(x_RL, 0, rows.received_P[tile.span], out=buffer[: sum(tile.sizes)])
 
 
-def _matmuls(rows_PX: Tensor, weight_eYX: Tensor, bias_eY: Tensor | None, out_PY: Tensor, tile: ExpertTile) -> None:
+def _matmuls(
+    rows_PX: Tensor,
+    weight_eYX: Tensor,
+    bias_eY: Tensor | None,
+    out_PY: Tensor,
+    tile: ExpertTile,
+    multiply: Multiply,
+) -> None:
     """out[e] = rows[e] @ weight[e].T + bias[e]"""
     weights = weight_eYX[tile.experts].unbind()
     biases = [None] * len(weights) if bias_eY is None else bias_eY[tile.experts].unbind()
     for rows, weight, bias, out in zip(
         rows_PX.split(tile.sizes), weights, biases, out_PY.split(tile.sizes), strict=True
     ):
-        if not rows.shape[0]:
-            continue
-        if bias is None:
-            torch.mm(rows, weight.to(rows.dtype).t(), out=out)
-        else:
-            torch.addmm(bias.to(rows.dtype), rows, weight.to(rows.dtype).t(), out=out)
+        if rows.shape[0]:
+            multiply(rows, weight.to(rows.dtype).t(), out, None if bias is None else bias.to(rows.dtype))
 
 
-def _input_gradients(grad_PY: Tensor, weight_eYX: Tensor, out_PX: Tensor, tile: ExpertTile) -> None:
+def _input_gradients(grad_PY: Tensor, weight_eYX: Tensor, out_PX: Tensor, tile: ExpertTile, multiply: Multiply) -> None:
     """out[e] = grad[e] @ weight[e]"""
     weights = weight_eYX[tile.experts].unbind()
     for grad, weight, out in zip(grad_PY.split(tile.sizes), weights, out_PX.split(tile.sizes), strict=True):
         if grad.shape[0]:
-            torch.mm(grad, weight.to(grad.dtype), out=out)
+            multiply(grad, weight.to(grad.dtype), out)
 
 
-def _weight_gradients(left_PX: Tensor, right_PY: Tensor, out_eXY: Tensor, tile: ExpertTile) -> None:
+def _weight_gradients(left_PX: Tensor, right_PY: Tensor, out_eXY: Tensor, tile: ExpertTile, multiply: Multiply) -> None:
     """out[e] = left[e].T @ right[e], in the dtype of ``out``."""
     outs = out_eXY[tile.experts].unbind()
     for left, right, out in zip(left_PX.split(tile.sizes), right_PY.split(tile.sizes), outs, strict=True):
-        if not left.shape[0]:
-            continue
-        if out.dtype == left.dtype:
-            torch.mm(left.t(), right, out=out)
-        else:
-            out.copy_(torch.mm(left.t(), right))
+        if left.shape[0]:
+            multiply(left.t(), right, out)
 
 
 def _down_bias_gradients(
@@ -243,9 +246,15 @@ def _down_bias_gradients(
 
 
 class CpuFusedExperts:
-    def __init__(self, gate: GLU, weight_grads: WeightGradQueue | None = None, retain: Retention = KEEP_ALL) -> None:
+    def __init__(
+        self,
+        gate: GLU,
+        weight_grads: WeightGradQueue | None = None,
+        retain: Retention = KEEP_ALL,
+        multiply: Multiply = multiply_in_compute,
+    ) -> None:
         """``retain``: the rows and the first GEMM's output can be offloaded; the activation is never kept."""
-        self.gate, self.weight_grads, self.retain = gate, weight_grads, retain
+        self.gate, self.weight_grads, self.retain, self.multiply = gate, weight_grads, retain, multiply
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_scale
@@ -260,6 +269,7 @@ class CpuFusedExperts:
             self.gate,
             self.weight_grads,
             self.retain,
+            self.multiply,
         )
         return out
 
@@ -267,7 +277,7 @@ class CpuFusedExperts:
 def _rows_per_expert(expert_in: ExpertInput, weights: ExpertWeights) -> list[int]:
     """Padding is not computed, so with a capacity the real rows are counted."""
     if expert_in.capacity is None:
-        return expert_in.rows_per_expert
+        return expert_in.host_rows
     counted: list[int] = count_assignments(expert_in.assignments, weights.gate_up.shape[0]).tolist()
     return counted
 
@@ -286,13 +296,14 @@ class _Fused(torch.autograd.Function):
         gate: GLU,
         weight_grads: WeightGradQueue | None,
         retain: Retention,
+        multiply: Multiply,
     ) -> Tensor:
         weights = _fused_weights(gate_up, down, gate_up_bias, down_bias)
-        y_RL, gate_up_PG = fused_forward(x_RL, prob_RK, weights, rows, gate)
+        y_RL, gate_up_PG = fused_forward(x_RL, prob_RK, weights, rows, gate, multiply)
         gate_up_PG = retain.received("gate_up", gate_up_PG)
         _, *maps = rows
         ctx.save_for_backward(x_RL, prob_RK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
-        ctx.sizes, ctx.gate, ctx.weight_grads = rows.sizes, gate, weight_grads
+        ctx.sizes, ctx.gate, ctx.weight_grads, ctx.multiply = rows.sizes, gate, weight_grads, multiply
         # Under recomputation saved_tensors returns a copy; keep the nn.Parameter so that .grad accumulates on it.
         ctx.parameters = gate_up, down
         return y_RL
@@ -300,19 +311,20 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_RL: Tensor) -> tuple[Tensor | None, ...]:
         x_RL, prob_RK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps = ctx.saved_tensors
-        rows, weight_grads = PaddedRowMap(ctx.sizes, *maps), ctx.weight_grads
-        deferred = weight_grads is not None and weight_grads.active
+        rows, weight_grads, multiply = PaddedRowMap(ctx.sizes, *maps), ctx.weight_grads, ctx.multiply
+        # The weights of a clone are no leaves: their gradients go home through autograd, with this backward.
+        deferred = weight_grads is not None and weight_grads.active and ctx.parameters[0].is_leaf
         now = (ctx.needs_input_grad[2] and not deferred, ctx.needs_input_grad[3] and not deferred)
         weights, dout_RL = _fused_weights(gate_up, down, gate_up_bias, down_bias), dout_RL.contiguous()
-        grads = fused_backward(dout_RL, x_RL, prob_RK, gate_up_PG, weights, rows, ctx.gate, now)
+        grads = fused_backward(dout_RL, x_RL, prob_RK, gate_up_PG, weights, rows, ctx.gate, now, multiply)
         if deferred:
             dgate_up_PG, act_PF = grads.dgate_up_PG, grads.act_PF
             assert dgate_up_PG is not None and act_PF is not None
             gate_up_param, down_param = ctx.parameters
-            weight_grads.put(down_param, lambda: down_gradient(dout_RL, act_PF, rows, down))
+            weight_grads.put(down_param, lambda: down_gradient(dout_RL, act_PF, rows, down, multiply))
             weight_grads.put(
                 gate_up_param,
-                lambda: gate_up_gradient(x_RL, dgate_up_PG, rows, weights.gate_up_eGL).view(gate_up.shape),
+                lambda: gate_up_gradient(x_RL, dgate_up_PG, rows, weights.gate_up_eGL, multiply).view(gate_up.shape),
             )
         return (
             grads.dx_RL,
@@ -321,10 +333,7 @@ class _Fused(torch.autograd.Function):
             grads.ddown_eLF,
             None if grads.dgate_up_bias_eG is None else grads.dgate_up_bias_eG.view(gate_up_bias.shape),
             grads.ddown_bias_eL,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 

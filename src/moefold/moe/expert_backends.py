@@ -13,6 +13,7 @@ from moefold.moe.grouped_experts import (
     kernel_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
+from moefold.nn.float32_matmul import Multiply, multiply_in_compute
 from moefold.nn.matmul_kernels import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul
 from moefold.nn.matmul_policy import MatmulPolicy, WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, Retention
@@ -26,16 +27,17 @@ def expert_backend(
     kernels: MoEKernels = MOE_IN_TORCH,
     permute: str = "backend",
     retain: Retention = KEEP_ALL,
+    multiply: Multiply = multiply_in_compute,
 ) -> ExpertBackendMaker:
     """``weight_grads``: where deferred weight gradients wait, if the schedule defers them. ``retain``: what is kept of
-    the steps of the experts.
+    the steps of the experts. ``multiply``: the matmuls of fused experts; others have those of ``matmul_policy``.
 
     ``permute``: whose permutation surrounds grouped GEMMs (``kernels.permute``).
     """
 
     def make(config: MoEConfig) -> ExpertBackend:
         if name == "fused":
-            return CpuFusedExperts(kernels.glu(config.activation), weight_grads, retain)
+            return CpuFusedExperts(kernels.glu(config.activation), weight_grads, retain, multiply)
         if name in ENGINE_MATMULS:
             # A missing or wrong version stops the run here, and not in its first step.
             load_engine(name)

@@ -2,6 +2,9 @@
 
 The weights are the same whatever the backend. ``GroupedExperts`` runs grouped GEMMs with separate operations between
 them, on any device; ``CpuFusedExperts`` does the same work tile by tile, which suits a CPU's cache.
+
+Clones of experts of other ranks (ECHO) are computed by the same backend, after this rank's own experts and apart from
+them: no copy joins their weights with the parameters.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import ExpertInput
+from moefold.moe.dispatch.base import CloneWeights, ExpertInput, Routing
 from moefold.ops.fp32_linear import upcast
 
 
 class ExpertWeights(NamedTuple):
-    """``bias_scale``: what this rank multiplies the output bias by."""
+    """``bias_scale``: what this rank multiplies the output bias by. Matrices are parameters, or those of clones."""
 
-    gate_up: nn.Parameter
-    down: nn.Parameter
+    gate_up: Tensor
+    down: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     bias_scale: float
@@ -79,4 +82,45 @@ class Experts(nn.Module):
             (self.down_lora_a, self.down_lora_b),
             self.lora_scale,
         )
-        return self.backend(expert_in, weights)
+        if expert_in.clones is None:
+            return self.backend(expert_in, weights)
+        clones = clone_weights(expert_in.clones, weights, expert_in.rows_RL.dtype)
+        own, cloned = split_clones(expert_in, self.gate_up.shape[0])
+        out_own, out_cloned = self.backend(own, weights), self.backend(cloned, clones)
+        return torch.cat([out_own, out_cloned]) if expert_in.by_expert else out_own + out_cloned
+
+
+def clone_weights(clones: CloneWeights, weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+    """The weights of all clones on this rank: matrices in the dtype of rows, biases in their own."""
+    adapters = (*weights.gate_up_lora, *weights.down_lora)
+    matrices = iter(clones([each for each in (weights.gate_up, weights.down, *adapters) if each is not None], dtype))
+    gate_up, down = next(matrices), next(matrices)
+    a, b, c, d = (None if each is None else next(matrices) for each in adapters)
+    gate_up_bias = down_bias = None
+    if weights.gate_up_bias is not None and weights.down_bias is not None:
+        biases = weights.gate_up_bias, weights.down_bias
+        gate_up_bias, down_bias = clones(biases, weights.down_bias.dtype)
+    return ExpertWeights(gate_up, down, gate_up_bias, down_bias, weights.bias_scale, (a, b), (c, d), weights.lora_scale)
+
+
+def split_clones(expert_in: ExpertInput, num_own: int) -> tuple[ExpertInput, ExpertInput]:
+    """What this rank's own experts compute, and what the clones do, which are numbered behind them."""
+    rows, counts_e, counts = expert_in.rows_RL, expert_in.rows_per_expert_e, expert_in.host_rows
+    experts, probs, kept, _ = expert_in.assignments
+    own = expert_in._replace(rows_per_expert_e=counts_e[:num_own], rows_per_expert=counts[:num_own], clones=None)
+    cloned = own._replace(rows_per_expert_e=counts_e[num_own:], rows_per_expert=counts[num_own:])
+    if expert_in.by_expert:
+        # Split and not sliced: the gradient is one copy then, and no sum of two with zeros.
+        sizes = [sum(own.host_rows), sum(cloned.host_rows)]
+        parts = (each.split(sizes) for each in (rows, experts, probs))
+        (own_rows, clone_rows), (own_experts, clone_experts), (own_probs, clone_probs) = parts
+        return (
+            own._replace(rows_RL=own_rows, assignments=Routing(own_experts, own_probs)),
+            cloned._replace(rows_RL=clone_rows, assignments=Routing(clone_experts - num_own, clone_probs)),
+        )
+    is_own = experts < num_own
+    own_kept, clone_kept = (is_own, ~is_own) if kept is None else (is_own & kept, ~is_own & kept)
+    return (
+        own._replace(assignments=Routing(experts, probs, own_kept)),
+        cloned._replace(assignments=Routing(experts - num_own, probs, clone_kept)),
+    )

@@ -86,10 +86,10 @@ class WeightedActivation(Protocol):
 
 
 class RowCounts(NamedTuple):
-    """Rows of each expert, on the device and on the host."""
+    """Rows of each expert, on the device and on the host; None where only the device knows."""
 
     rows_per_expert_e: Tensor
-    rows_per_expert: list[int]
+    rows_per_expert: list[int] | None
 
 
 class GroupedExperts:
@@ -117,7 +117,10 @@ class GroupedExperts:
         pads = self.multiple > 1 and expert_in.capacity is None
         permutation = NO_PERMUTATION if expert_in.by_expert and not pads else self.permutation
         num_experts = weights.gate_up.shape[0]
-        permuted = permutation.permute(expert_in, num_experts, self.prob_at_activation, self.retain, self.multiple)
+        retain = self.retain
+        if expert_in.rows_per_expert is None:
+            retain = retain.of_rows(expert_in.rows_per_expert_e)
+        permuted = permutation.permute(expert_in, num_experts, self.prob_at_activation, retain, self.multiple)
         rows_PL, prob_P = permuted.rows_PL, permuted.prob_P
         if self.prob_at_input and prob_P is not None:
             rows_PL, prob_P = times_prob(rows_PL, prob_P), None
@@ -126,11 +129,11 @@ class GroupedExperts:
             counts = RowCounts(torch.tensor(padded, device=rows_PL.device), padded)
         # Only the counts: what is recomputed must not hold the rows that were received.
         gate_up = partial(self._gate_up, weights, counts)
-        gate_up_PG = self.retain.step("gate_up", gate_up, self.retain.received("rows", rows_PL))
+        gate_up_PG = retain.step("gate_up", gate_up, retain.received("rows", rows_PL))
         if prob_P is None:
-            hidden_PF = self.retain.step("activation", partial(self.activation, prob_P=None), gate_up_PG)
+            hidden_PF = retain.step("activation", partial(self.activation, prob_P=None), gate_up_PG)
         else:
-            hidden_PF = self.retain.step("activation", self.activation, gate_up_PG, prob_P)
+            hidden_PF = retain.step("activation", self.activation, gate_up_PG, prob_P)
         del gate_up_PG
         out_PL = self.down_matmul_policy.grouped(self.matmul, hidden_PF, weights.down, *counts)
         out_PL = self._adapted(out_PL, hidden_PF, weights.down_lora, weights.lora_scale, counts)
@@ -163,7 +166,15 @@ def times_prob(rows: Tensor, prob_P: Tensor) -> Tensor:
 
 
 def bias_of_rows(bias_eX: Tensor, rows_PL: Tensor, counts: RowCounts) -> Tensor:
-    """Each row's own expert's bias; the number of rows is known from their shape, so nothing is read back."""
+    """Each row's own expert's bias; the number of rows is known from their shape, so nothing is read back.
+
+    Rows past the last expert's have no bias, and whatever gradient they have goes to none.
+    """
+    if counts.rows_per_expert is None:
+        ends_e, row_P = counts.rows_per_expert_e.cumsum(0), torch.arange(rows_PL.shape[0], device=rows_PL.device)
+        expert_P = torch.searchsorted(ends_e, row_P, right=True)
+        padded_eX = torch.cat([bias_eX, bias_eX.new_zeros(1, bias_eX.shape[1])])
+        return padded_eX.index_select(0, expert_P).to(rows_PL.dtype)
     bias_PX = bias_eX.repeat_interleave(counts.rows_per_expert_e, dim=0, output_size=rows_PL.shape[0])
     return bias_PX.to(rows_PL.dtype)
 
@@ -187,10 +198,10 @@ class TorchPermutation:
     ) -> Permuted:
         padded, rows = expert_in.capacity is not None or multiple > 1, None
         if expert_in.capacity is None and multiple > 1:
-            groups = group_aligned(expert_in.assignments, expert_in.rows_per_expert, multiple)
-            rows = aligned(expert_in.rows_per_expert, multiple)
+            groups = group_aligned(expert_in.assignments, expert_in.host_rows, multiple)
+            rows = aligned(expert_in.host_rows, multiple)
         elif expert_in.capacity is None:
-            groups = group_by_expert(expert_in.assignments, num_experts, sum(expert_in.rows_per_expert))
+            groups = group_by_expert(expert_in.assignments, num_experts, sum(expert_in.host_rows))
         else:
             groups = group_padded(expert_in.assignments, num_experts, expert_in.capacity)
         rows_PL = retain.step("rows", partial(gather_rows, token_N=groups.token_N, padded=padded), expert_in.rows_RL)
@@ -246,7 +257,7 @@ class KernelPermutation:
         retain: Retention = KEEP_ALL,
         multiple: int = 1,
     ) -> Permuted:
-        rows = None if multiple == 1 or expert_in.capacity is not None else aligned(expert_in.rows_per_expert, multiple)
+        rows = None if multiple == 1 or expert_in.capacity is not None else aligned(expert_in.host_rows, multiple)
         row_map, prob_RK = self._row_map(expert_in, num_experts, multiple), expert_in.assignments.probs
         if prob_at_activation:
             permute = partial(self._rows_and_probs, row_map)
@@ -272,7 +283,7 @@ class KernelPermutation:
     def _row_map(self, expert_in: ExpertInput, num_experts: int, multiple: int) -> RowMap:
         if expert_in.capacity is not None:
             return map_padded(expert_in.assignments, num_experts, expert_in.capacity)
-        num_rows = sum(aligned(expert_in.rows_per_expert, multiple))
+        num_rows = sum(aligned(expert_in.host_rows, multiple))
         return self.kernels.map_rows(expert_in.assignments, num_experts, multiple, num_rows)
 
 
@@ -313,7 +324,7 @@ class TransformerEnginePermutation:
             raise BackendError(
                 "kernels.permute: transformer_engine does not pad capacities; use kernels.permute backend"
             )
-        num_rows, library = sum(expert_in.rows_per_expert), self.library
+        num_rows, library = sum(expert_in.host_rows), self.library
         if num_rows == 0:
             return self.without_rows.permute(expert_in, num_experts, prob_at_activation)
         rows_RL, (experts, probs, kept, _) = expert_in.rows_RL.contiguous(), expert_in.assignments

@@ -20,12 +20,15 @@ construction, is trained towards scores whose plain top-k, which evaluation take
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig
+from moefold.moe.kernels.moe_references import BalanceStats
 from moefold.moe.permute import Assignments, count_assignments
 from moefold.moe.topk import real_tokens, score
 from moefold.nn.batch import Batch, TokenSets
@@ -54,24 +57,43 @@ class RoutingReport(NamedTuple):
     kept_E: Tensor
     plain_E: Tensor
     losses: BalanceLosses
+    # Rows that did not fit into the dispatcher's buffers, where these have a fixed size.
+    overflow: Tensor | None = None
 
     @property
     def dropped(self) -> Tensor:
         return self.counts_E.sum() - self.kept_E.sum()
 
 
+ScoreKind = Literal["softmax", "sigmoid"]
 # Logits, shares, the kind of score, False for padding tokens or None; to the sum.
-BalanceTerm = Callable[[Tensor, Tensor, Literal["softmax", "sigmoid"], Tensor | None], Tensor]
+BalanceTerm = Callable[[Tensor, Tensor, ScoreKind, Tensor | None], Tensor]
+
+
+# Logits, the plain top-k, each token's set (-1 for padding) or None, the number of sets, the kind of score.
+StatsKernel = Callable[[Tensor, Tensor, Tensor | None, int, ScoreKind], BalanceStats]
+
+
+class BalanceKernels(NamedTuple):
+    """Other implementations of what the losses sum: ``term`` of one loss, as `balance_term`, such as a compiled one;
+    ``stats`` of all losses, in one read of the logits. None is torch's own operations."""
+
+    term: BalanceTerm | None = None
+    stats: StatsKernel | None = None
+
+
+IN_TORCH = BalanceKernels()
 
 
 class _Shares(NamedTuple):
-    """The share of each token's set, [t, E] or the same [E] for all, is ``value_tE`` times ``factor``.
+    """The shares of each set, [Q, E] or the same [E] for all, are ``value_QE`` times ``factor``.
 
     Whole counts are divided by a number that the host knows when the loss is multiplied by its coefficient, and not
     before.
     """
 
-    value_tE: Tensor
+    sets: TokenSets
+    value_QE: Tensor
     factor: float = 1.0
 
 
@@ -93,69 +115,50 @@ def balance_losses(
     tokens: TokenSharding,
     earlier_E: Tensor | None,
     known: CountedScores = NOTHING_COUNTED,
-    term: BalanceTerm | None = None,
+    kernels: BalanceKernels = IN_TORCH,
 ) -> BalanceLosses:
     """``plain`` is each token's plain top-k; ``earlier_E`` counts it over this rank's earlier microbatches of the step.
 
-    A loss that is off costs nothing. ``term`` is another implementation of ``balance_term``, such as a compiled one.
+    A loss that is off costs nothing.
     """
     coefficients, num_experts, off = config.balance, config.num_experts, logits_tE.new_zeros(())
     if not counts_anything(coefficients) and not coefficients.z:
         return BalanceLosses(off, off, off, off, off)
     real_t = real_tokens(batch, tokens)
-    kind = config.router.score
-    # Computed once for all losses; a term that is given computes its own.
-    p_tE = None if term else _without_padding(probabilities(logits_tE, kind, known.scores_tE), real_t)
+    sums = (_SumsByToken if kernels.stats is None else _SumsBySet)(
+        config, logits_tE, plain, batch, tokens, real_t, known, kernels
+    )
     # Every real token counts K times.
     sums_known = real_t is None and plain.kept is None
 
-    def counts(sets: TokenSets) -> tuple[Tensor, Tensor | None]:
-        """Assignments per expert of each set, and each token's set, or None where all tokens are in one."""
-        if len(sets.sizes) == 1:
-            count_E = count_assignments(plain, num_experts) if known.plain_E is None else known.plain_E
-            return tokens.sum_counts(count_E[None], "microbatch", batch), None
-        set_t = tokens.local_shard(sets.set_of_token_T, batch)
-        count_QE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
-        return tokens.sum_counts(count_QE, "microbatch", batch), set_t
-
     def shares(sets: TokenSets) -> _Shares:
-        count_QE, set_t = counts(sets)
-        if set_t is None:
-            divisor = sets.sizes[0] * config.top_k if sums_known else None
-            return _Shares(count_QE, 1 / divisor) if divisor else _Shares(_shares(count_QE, logits_tE.dtype))
-        return _Shares(_shares(count_QE, logits_tE.dtype)[set_t])
+        count_QE = tokens.sum_counts(sums.count(sets), "microbatch", batch)
+        divisor = sets.sizes[0] * config.top_k if sums_known and len(sets.sizes) == 1 else None
+        return _Shares(sets, count_QE, 1 / divisor) if divisor else _Shares(sets, _shares(count_QE, logits_tE.dtype))
 
     def shares_of_sequences() -> _Shares:
         """Each token's share divided by its sequence's tokens, in units of the step's mean per sequence."""
-        mean = batch.step_tokens / _step_sequences(batch)
-        count_QE, set_t = counts(batch.documents)
-        if set_t is None and sums_known and (num_tokens := batch.documents.sizes[0]):
-            return _Shares(count_QE, mean / (num_tokens * config.top_k * num_tokens))
+        mean, sets = batch.step_tokens / _step_sequences(batch), batch.documents
+        count_QE = tokens.sum_counts(sums.count(sets), "microbatch", batch)
+        if sums_known and len(sets.sizes) == 1 and (num_tokens := sets.sizes[0]):
+            return _Shares(sets, count_QE, mean / (num_tokens * config.top_k * num_tokens))
         tokens_Q = (count_QE.sum(-1) / config.top_k).clamp(min=1).to(logits_tE.dtype)
-        share_QE = _shares(count_QE, logits_tE.dtype) * (mean / tokens_Q)[:, None]
-        return _Shares(share_QE if set_t is None else share_QE[set_t])
+        return _Shares(sets, _shares(count_QE, logits_tE.dtype) * (mean / tokens_Q)[:, None])
 
     def shares_of_everyone() -> _Shares:
-        count_E = count_assignments(plain, num_experts) if known.plain_E is None else known.plain_E
+        count_E = sums.count_all()
         count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone", batch)
-        return _Shares(_shares(count_E, logits_tE.dtype))
+        return _Shares(batch.microbatches, _shares(count_E, logits_tE.dtype))
 
     def shares_of_devices() -> _Shares:
         share = shares(batch.microbatches)
-        return share._replace(value_tE=even_out(share.value_tE.to(logits_tE.dtype), coefficients.device_groups))
+        return share._replace(value_QE=even_out(share.value_QE.to(logits_tE.dtype), coefficients.device_groups))
 
     def loss(coefficient: float, shares: Callable[[], _Shares]) -> Tensor:
         if not coefficient:
             return off
-        value_tE, factor = shares()
-        if term is None:
-            total = balance_term(logits_tE, value_tE, kind, real_t, p_tE)
-        else:
-            total = term(logits_tE, value_tE, kind, real_t)
-        return total * (coefficient * num_experts / batch.step_tokens * factor)
-
-    def z() -> Tensor:
-        return _without_padding(logits_tE.logsumexp(-1, keepdim=True).square(), real_t).sum()
+        sets, value_QE, factor = shares()
+        return sums.weigh(sets, value_QE) * (coefficient * num_experts / batch.step_tokens * factor)
 
     by_sequence = {"sequences": shares_of_sequences, "tokens": lambda: shares(batch.documents)}
     return BalanceLosses(
@@ -163,8 +166,88 @@ def balance_losses(
         sequence=loss(coefficients.sequence, by_sequence[coefficients.sequence_mean]),
         global_batch=loss(coefficients.global_batch, shares_of_everyone),
         device=loss(coefficients.device, shares_of_devices),
-        z=z() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
+        z=sums.z() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
     )
+
+
+@dataclass
+class _SumsByToken:
+    """What the losses sum over this rank's tokens, by torch's operations on [t, E]: the reference."""
+
+    config: MoEConfig
+    logits_tE: Tensor
+    plain: Assignments
+    batch: Batch
+    tokens: TokenSharding
+    real_t: Tensor | None
+    known: CountedScores
+    kernels: BalanceKernels
+
+    @property
+    def kind(self) -> ScoreKind:
+        return self.config.router.score
+
+    @cached_property
+    def p_tE(self) -> Tensor:
+        """Computed once for all losses; a term that is given computes its own."""
+        return _without_padding(probabilities(self.logits_tE, self.kind, self.known.scores_tE), self.real_t)
+
+    def count(self, sets: TokenSets) -> Tensor:
+        """[Q, E]: assignments per expert of each set."""
+        if len(sets.sizes) == 1:
+            return self.count_all()[None]
+        return count_by_set(self.plain, self._set_of_token(sets), len(sets.sizes), self.config.num_experts)
+
+    def count_all(self) -> Tensor:
+        known_E = self.known.plain_E
+        return count_assignments(self.plain, self.config.num_experts) if known_E is None else known_E
+
+    def weigh(self, sets: TokenSets, value_QE: Tensor) -> Tensor:
+        """The sum over tokens and experts of probability times the value of the token's set."""
+        by_set = len(sets.sizes) > 1 and value_QE.ndim == 2
+        value_tE = value_QE[self._set_of_token(sets)] if by_set else value_QE
+        if self.kernels.term is not None:
+            return self.kernels.term(self.logits_tE, value_tE, self.kind, self.real_t)
+        return balance_term(self.logits_tE, value_tE, self.kind, self.real_t, self.p_tE)
+
+    def z(self) -> Tensor:
+        return _without_padding(self.logits_tE.logsumexp(-1, keepdim=True).square(), self.real_t).sum()
+
+    def _set_of_token(self, sets: TokenSets) -> Tensor:
+        return self.tokens.local_shard(sets.set_of_token_T, self.batch)
+
+
+@dataclass
+class _SumsBySet(_SumsByToken):
+    """The same from a kernel's sums of every set, which reads the logits once for each partition that a loss needs."""
+
+    found: list[tuple[TokenSets, BalanceStats]] = field(default_factory=list)
+
+    def count(self, sets: TokenSets) -> Tensor:
+        return self._stats(sets).count_QE
+
+    def weigh(self, sets: TokenSets, value_QE: Tensor) -> Tensor:
+        found = self._stats(sets) if value_QE.ndim == 2 else self._any_stats()
+        return (found.probability_QE * value_QE).sum()
+
+    def z(self) -> Tensor:
+        return self._any_stats().z_Q.sum()
+
+    def _any_stats(self) -> BalanceStats:
+        """Of whatever partition is there: what is asked for is the same of all."""
+        return self.found[0][1] if self.found else self._stats(self.batch.microbatches)
+
+    def _stats(self, sets: TokenSets) -> BalanceStats:
+        for partition, found in self.found:
+            if partition is sets:
+                return found
+        assert self.kernels.stats is not None
+        set_t = None if len(sets.sizes) == 1 and self.real_t is None else self._set_of_token(sets)
+        if set_t is not None and self.real_t is not None:
+            set_t = set_t.where(self.real_t, -1)
+        new = self.kernels.stats(self.logits_tE, self.plain.experts, set_t, len(sets.sizes), self.kind)
+        self.found.append((sets, new))
+        return new
 
 
 def counts_anything(balance: BalanceConfig) -> bool:
@@ -185,7 +268,7 @@ def _without_padding(x_tE: Tensor, real_t: Tensor | None) -> Tensor:
 def balance_term(
     logits_tE: Tensor,
     value_tE: Tensor,
-    kind: Literal["softmax", "sigmoid"],
+    kind: ScoreKind,
     real_t: Tensor | None = None,
     p_tE: Tensor | None = None,
 ) -> Tensor:
@@ -195,7 +278,7 @@ def balance_term(
     return (p_tE * value_tE).sum()
 
 
-def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"], scores_tE: Tensor | None = None) -> Tensor:
+def probabilities(logits_tE: Tensor, kind: ScoreKind, scores_tE: Tensor | None = None) -> Tensor:
     """Scores that sum to 1 for each token; ``scores_tE`` where they are known."""
     scores_tE = score(logits_tE, kind) if scores_tE is None else scores_tE
     return scores_tE if kind == "softmax" else scores_tE / scores_tE.sum(-1, keepdim=True)

@@ -25,7 +25,7 @@ from moefold.checks.kernels import experts_in_use, matmul_format
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.kernels import moe_references as in_torch
-from moefold.moe.load_balancing import BalanceTerm, balance_term
+from moefold.moe.load_balancing import BalanceKernels, BalanceTerm, balance_term
 from moefold.ops import backends
 from moefold.ops.activations import weighted_activation_reference
 from moefold.ops.backends import JOBS, Kernels, resolve
@@ -81,6 +81,12 @@ class MoEKernels(Kernels):
     permute_cast: Callable[..., tuple[Tensor, Tensor | None, Quantized]] = in_torch.permute_cast
     # None is the router's own, which shares its scores.
     balance_term: BalanceTerm | None = None
+
+    def for_router(self) -> tuple[Callable[..., tuple[Tensor, Tensor]] | None, BalanceKernels]:
+        """Those that a router is given. In torch one call is no faster, and its own steps are the reference."""
+        fused_stats = None if self.balance_stats is in_torch.balance_stats else self.balance_stats
+        balance = BalanceKernels(None if fused_stats else self.balance_term, fused_stats)
+        return None if self.route is in_torch.route else self.route, balance
 
 
 def _shared(kernels: Kernels) -> dict[str, Any]:

@@ -9,15 +9,17 @@ past the end: it reads zeros and prob 0, and is left out on the way back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefold.ops.padded_runs import aligned, padded_places
 from moefold.ops.segments import count_keys, stable_order, stable_sort
+
+Index = TypeVar("Index")
 
 
 class Assignments(Protocol):
@@ -45,16 +47,17 @@ def group_by_expert(routing: Assignments, num_experts: int, num_rows: int) -> Gr
     return Grouped(assignment_N, token_of(assignment_N, routing.experts.shape[1]))
 
 
-def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Grouped:
-    """``capacity`` rows per expert, without a sync.
+def group_padded(routing: Assignments, num_experts: int, capacity: int, experts_per_group: int = 1) -> Grouped:
+    """``capacity`` rows per expert, or per group of neighbouring experts, without a sync.
 
-    Assignments beyond an expert's capacity are left out: drop by capacity before, so that there are none.
+    Assignments beyond a capacity are left out: drop by capacity before, so that there are none.
     """
     device, (num_tokens, top_k) = routing.experts.device, routing.experts.shape
     num_assignments, key_N = num_tokens * top_k, flat_experts(routing, num_experts)
     sorted_N, order_N = stable_sort(key_N, num_experts + 1)
-    # Where each expert's run of sorted assignments begins, and where the last one ends.
-    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, dtype=sorted_N.dtype, device=device))
+    # Where each expert's (or group's) run of sorted assignments begins, and where the last one ends.
+    begins_E = torch.arange(0, num_experts + 1, experts_per_group, dtype=sorted_N.dtype, device=device)
+    first_E = torch.searchsorted(sorted_N, begins_E)
     place_EP = torch.arange(capacity, device=device) + first_E[:-1, None]
     is_padding_P = (place_EP >= first_E[1:, None]).flatten()
     # Padding reads the last assignment there is, or the one after it where there is none.
@@ -93,6 +96,37 @@ def gather_rows(x: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
 def gather_probs(prob_tK: Tensor, assignment_N: Tensor, padded: bool = True) -> Tensor:
     """The prob of each assignment number; 0 for padding."""
     return gather_rows(prob_tK.flatten(), assignment_N, padded)
+
+
+def apply_with_transpose(
+    rows: Tensor, index: Index, there: Callable[[Tensor, Index], Tensor], back: Callable[[Tensor, Index], Tensor]
+) -> Tensor:
+    """``there(rows, index)``, whose gradient is ``back(grad, index)``: linear maps of which each is the other's
+    transpose. The index is kept on ctx and not saved, so that recomputation can stop before this."""
+    moved: Tensor = _WithTranspose.apply(rows, index, there, back)
+    return moved
+
+
+class _IndexContext(Protocol):
+    index: object
+    back: Callable[..., Tensor]
+
+
+class _WithTranspose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _IndexContext,
+        rows: Tensor,
+        index: object,
+        there: Callable[..., Tensor],
+        back: Callable[..., Tensor],
+    ) -> Tensor:
+        ctx.index, ctx.back = index, back
+        return there(rows, index)
+
+    @staticmethod
+    def backward(ctx: _IndexContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.index), None, None, None
 
 
 def by_expert(rows: Tensor, sizes_We: list[list[int]]) -> Tensor:

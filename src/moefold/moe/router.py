@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.load_balancing import (
-    BalanceTerm,
+    IN_TORCH,
+    BalanceKernels,
     CountedScores,
     RoutingReport,
     balance_losses,
@@ -49,10 +50,10 @@ class Router(nn.Module):
         tokens: TokenSharding,
         routing_policy: RoutingPolicy | None = None,
         route: Route | None = None,
-        balance_term: BalanceTerm | None = None,
+        balance: BalanceKernels = IN_TORCH,
     ) -> None:
         """``routing_policy`` overrides the one that the config names; ``route`` is a fused kernel for top-k routing,
-        ``balance_term`` one for balance losses.
+        ``balance`` has those of balance losses.
 
         Evaluation may take another policy than training.
         """
@@ -68,7 +69,7 @@ class Router(nn.Module):
             build_routing_policy(config, training=False) if routing_policy is None else routing_policy
         )
         self.route = route if isinstance(self.routing_policy, TopKRouting) else None
-        self.balance_term = balance_term
+        self.balance = balance
         self.drop: DropPolicy | None = None if config.capacity is None else CapacityDrop(config, config.capacity)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Routing, RoutingReport]:
@@ -99,7 +100,7 @@ class Router(nn.Module):
             self.tokens,
             earlier_E,
             CountedScores(plain_E, scores_tE),
-            self.balance_term,
+            self.balance,
         )
         return Routing(assignment.experts, prob_tK, kept_tK, kept_E), RoutingReport(counts_E, kept_E, plain_E, losses)
 

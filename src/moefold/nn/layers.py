@@ -134,8 +134,13 @@ class FeedForward(nn.Module):
         self.matmul_policy = self.down_matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        return self.from_hidden(self.to_hidden(x_tD, batch))
+
+    def to_hidden(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("feed_norm", self.tokens.gather(x_tD, batch))
-        hidden_SF = self.retain.step(self.step, self._hidden, x_SD)
+        return self.retain.step(self.step, self._hidden, x_SD)
+
+    def from_hidden(self, hidden_SF: Tensor) -> Tensor:
         out_SD = self.down_matmul_policy.linear(hidden_SF, self.down)
         adapter = (self.down_lora_a, self.down_lora_b, self.lora_scale)
         return self.tokens.reduce(add_low_rank(out_SD, hidden_SF, *adapter, self.down_matmul_policy))

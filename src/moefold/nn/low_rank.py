@@ -46,7 +46,7 @@ def add_low_rank_grouped(
     scale: float,
     matmul_policy: MatmulPolicy,
     matmul: GroupedMatmul,
-    counts: tuple[Tensor, list[int]],
+    counts: tuple[Tensor, list[int] | None],
 ) -> Tensor:
     """The same for rows sorted by expert, each with its own expert's adapter; ``counts``: rows of each expert."""
     if a_erX is None or b_eYr is None or scale == 0.0:

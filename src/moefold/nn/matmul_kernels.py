@@ -36,8 +36,12 @@ GroupedWeightGrad = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
 
 
 def sequential(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
-    parts = rows_PX.split(rows_per_expert_e.tolist() if host is None else host)
-    return torch.cat([part @ weight.t() for part, weight in zip(parts, weight_eYX.unbind(), strict=True)])
+    """Rows past the last expert's are zeros; other grouped GEMMs leave them undefined."""
+    sizes = rows_per_expert_e.tolist() if host is None else host
+    *parts, rest = rows_PX.split([*sizes, rows_PX.shape[0] - sum(sizes)])
+    outputs = [part @ weight.t() for part, weight in zip(parts, weight_eYX.unbind(), strict=True)]
+    past = [rest.new_zeros(rest.shape[0], weight_eYX.shape[1])] if rest.shape[0] else []
+    return torch.cat([*outputs, *past])
 
 
 def grouped(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
@@ -50,7 +54,8 @@ def sequential_weight_grad(
     grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
 ) -> Tensor:
     sizes = rows_per_expert_e.tolist() if host is None else host
-    pairs = zip(grad_PY.split(sizes), rows_PX.split(sizes), strict=True)
+    rows = sum(sizes)
+    pairs = zip(grad_PY[:rows].split(sizes), rows_PX[:rows].split(sizes), strict=True)
     return torch.stack([grad.t() @ rows for grad, rows in pairs])
 
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from moefold.nn.float32_matmul import grouped_in_float32, linear_in_float32
 from moefold.nn.matmul_kernels import (
     LINEAR_KERNELS,
     TORCH_LINEAR,
@@ -185,7 +186,7 @@ class ParameterMatmul:
 
     def adds_to(self, weight: Tensor) -> bool:
         """Whether a gradient of this weight is added in place."""
-        return self.in_place and weight.grad is not None
+        return self.in_place and weight.is_leaf and weight.grad is not None
 
 
 class _Keep(torch.autograd.Function):
@@ -290,15 +291,22 @@ def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor 
     if not ctx.needs_input_grad[1]:
         return None
     weight_grads: WeightGradQueue | None = ctx.policy.weight_grads
-    if weight_grads is not None and weight_grads.active:
+    # A clone's weight is no leaf: its gradient goes home through autograd, with this backward.
+    if weight_grads is not None and weight_grads.active and weight.is_leaf:
         weight_grads.put(weight, gradient)
         return None
     return gradient()
 
 
-def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None, in_place: bool = False) -> MatmulPolicy:
-    """With the kernels of ``kernels.linear``; ``weight_grads`` is where a schedule defers weight gradients to."""
+def matmul_policy_named(
+    linear: str, weight_grads: WeightGradQueue | None = None, in_place: bool = False, cpu_matmul: str = "compute"
+) -> MatmulPolicy:
+    """With the kernels of ``kernels.linear``, on CPUs as ``kernels.cpu_matmul`` says; ``weight_grads`` is where a
+    schedule defers weight gradients to."""
     if linear != "torch":
         # A missing or wrong version stops the run here, and not in its first step.
         load_engine("transformer_engine_gemm")
-    return ParameterMatmul(weight_grads, LINEAR_KERNELS[linear], in_place)
+    policy = ParameterMatmul(weight_grads, LINEAR_KERNELS[linear], in_place)
+    if cpu_matmul == "compute":
+        return policy
+    return policy.with_kernels(linear_in_float32(policy.kernels), grouped_in_float32)

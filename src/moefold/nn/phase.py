@@ -27,6 +27,10 @@ class Phase:
     name: str
     stream: Stream
     run: Callable[[Any], Any]
+    # A communication phase of a few numbers, without a backward: its result is waited for as soon as it is submitted.
+    at_once: bool = False
+    # Whether it may have parameters, whose gradients a schedule may defer.
+    has_weights: bool = True
 
 
 def run_in_order(phases: Sequence[Phase], carry: Any) -> Any:

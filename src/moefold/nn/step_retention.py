@@ -1,4 +1,4 @@
-"""What a block keeps of its named steps for the backward pass: kept, discarded and recomputed, or offloaded.
+"""What a block keeps of its named steps for the backward pass: kept, discarded and recomputed, offloaded, or paged.
 
 A module hands every step to a ``Retention``: ``q, k, v = retain.step("mla_up", make, latents)``. ``KeepAll`` calls the
 function and nothing else. ``StepRetention`` decides what is stored in place of each tensor that autograd saves. torch
@@ -13,6 +13,9 @@ of the step's own saved tensors too; each is freed with the node that saved it. 
 output of a discarded step, or be offloaded: inputs are stored through the same hook.
 
 **offload**: what is stored is an ``Away``, a view of a storage that waits in the host's memory (``nn/offload.py``).
+
+**page**: what is stored is a ``Paged``, a view of rows that wait in pages of a pool (``nn/paged_stash.py``), of buffers
+whose number of rows only the device knows. ``of_rows`` says how many there are.
 
 A storage is known by its address and a weak reference, and forgotten when it is freed: an address is used again.
 """
@@ -32,6 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.memory import MemoryConfig, RetainedStep
 from moefold.nn.offload import Away, HostPool, Offload, OffloadGroup, Slot
+from moefold.nn.paged_stash import PagedRows, PagedStash
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
 
@@ -43,12 +47,17 @@ SAVES_ITS_OWN = frozenset({"core", "activation"})
 class Retention(Protocol):
     def step(self, name: RetainedStep, make: Callable[..., T], *inputs: Tensor) -> T:
         """``make(*inputs)``. It may be called again in the backward pass: no collective, no counting, and tensors that
-        should not stay alive for it must be among ``inputs``."""
+        should not stay alive for it must be among ``inputs``, and so must weights that it reads: what it saves of its
+        inputs is theirs, and FSDP frees a weight's memory when a forward ends."""
         ...
 
     def received(self, name: RetainedStep, tensor: Tensor) -> Tensor:
         """A tensor that belongs to a step and is not its output: what a collective gave, or what the step itself saves.
         It is offloaded with the step, and never discarded."""
+        ...
+
+    def of_rows(self, rows_per_expert_e: Tensor) -> Retention:
+        """The same for steps on buffers of which only the first rows are there, as many as these are in all."""
         ...
 
     def scope(self) -> AbstractContextManager[None]:
@@ -64,6 +73,9 @@ class KeepAll:
 
     def received(self, name: RetainedStep, tensor: Tensor) -> Tensor:
         return tensor
+
+    def of_rows(self, rows_per_expert_e: Tensor) -> Retention:
+        return self
 
     def scope(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -101,7 +113,19 @@ class Remade:
         return self.tensor
 
 
-Stored = Tensor | Remade | Away
+class Paged:
+    """Stands for a view of rows that wait in pages."""
+
+    __slots__ = ("rows", "view")
+
+    def __init__(self, rows: PagedRows, view: View) -> None:
+        self.rows, self.view = rows, view
+
+    def get(self) -> Tensor:
+        return self.view.of(self.rows.get())
+
+
+Stored = Tensor | Remade | Away | Paged
 
 
 class _Recipe:
@@ -154,38 +178,41 @@ def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
 
 
 class _Known:
-    """A storage that belongs to a step: output ``number`` of a recipe, or one to be offloaded."""
+    """A storage that belongs to a step: output ``number`` of a recipe, or one to be offloaded, or, with a number of
+    rows, to be paged."""
 
-    __slots__ = ("dtype", "number", "recipe", "slot", "storage")
+    __slots__ = ("dtype", "num_rows", "number", "paged", "recipe", "slot", "storage", "whole")
 
-    def __init__(self, tensor: Tensor, recipe: _Recipe | None, number: int) -> None:
+    def __init__(self, tensor: Tensor, recipe: _Recipe | None, number: int, num_rows: Tensor | None) -> None:
         self.dtype, self.recipe, self.number = tensor.dtype, recipe, number
+        self.whole, self.num_rows = View(tensor), num_rows
         self.slot: weakref.ref[Slot] | None = None
+        self.paged: weakref.ref[PagedRows] | None = None
         self.storage: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class StepRetention:
-    """``choices``: of each step; steps that are not in it are kept."""
+    """``choices``: of each step; steps that are not in it are kept. ``stash``: where steps are paged."""
 
-    def __init__(self, choices: Mapping[RetainedStep, str], offload: Offload) -> None:
+    def __init__(self, choices: Mapping[RetainedStep, str], offload: Offload, stash: PagedStash | None = None) -> None:
         self.choices = dict(choices)
-        self.offload = offload
+        self.offload, self.stash = offload, stash
         # How often steps were recomputed.
         self.recomputed: Counter[RetainedStep] = Counter()
         self._known: dict[int, _Known] = {}
         # Of the thread: phases that communicate may run on another one.
         self._here = threading.local()
 
-    def step(self, name: RetainedStep, make: Callable[..., T], *inputs: Tensor) -> T:
-        choice = self.choices.get(name, "keep")
+    def step(self, name: RetainedStep, make: Callable[..., T], *inputs: Tensor, num_rows: Tensor | None = None) -> T:
+        choice = self._choice(name, num_rows)
         group = self._group
         if choice == "keep" or group is None or not torch.is_grad_enabled():
             return make(*inputs)
         given = {_address(tensor) for tensor in inputs}
-        if choice == "offload":
+        if choice in ("offload", "page"):
 
             def send(tensor: Tensor) -> Stored:
-                if name in SAVES_ITS_OWN and _address(tensor) not in given:
+                if choice == "offload" and name in SAVES_ITS_OWN and _address(tensor) not in given:
                     self.received(name, tensor)
                 return self._store(tensor, group)
 
@@ -193,7 +220,7 @@ class StepRetention:
                 outputs = make(*inputs)
             for output in _as_tuple(outputs):
                 if _address(output) not in given:
-                    self.received(name, output)
+                    self.received(name, output, num_rows)
             return outputs
         stored = [self._store(tensor.detach(), group) for tensor in inputs]
         recipe = _Recipe(name, make, stored, [tensor.requires_grad for tensor in inputs])
@@ -215,12 +242,24 @@ class StepRetention:
                 self._know(output, recipe, number)
         return outputs
 
-    def received(self, name: RetainedStep, tensor: Tensor) -> Tensor:
+    def received(self, name: RetainedStep, tensor: Tensor, num_rows: Tensor | None = None) -> Tensor:
         """Parameters are never sent, nor numbers of rows and experts, nor what is too small to be worth a copy."""
-        is_known = self.choices.get(name) != "offload" or self._group is None or _address(tensor) in self._known
-        if not is_known and not isinstance(tensor, nn.Parameter) and self.offload.is_sent(tensor):
+        choice = self._choice(name, num_rows)
+        if self._group is None or _address(tensor) in self._known or isinstance(tensor, nn.Parameter):
+            return tensor
+        if choice == "page":
+            self._know(tensor, None, 0, num_rows)
+        elif choice == "offload" and self.offload.is_sent(tensor):
             self._know(tensor, None, 0)
         return tensor
+
+    def of_rows(self, rows_per_expert_e: Tensor) -> Retention:
+        return self if self.stash is None else _OfRows(self, rows_per_expert_e.sum())
+
+    def _choice(self, name: RetainedStep, num_rows: Tensor | None) -> str:
+        """Rows whose number the host knows are in buffers of that size, which are kept as they are."""
+        choice = self.choices.get(name, "keep")
+        return "keep" if choice == "page" and num_rows is None else choice
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -247,15 +286,26 @@ class StepRetention:
             return tensor
         if known.recipe is not None:
             return Remade(known.recipe, known.number, View(tensor))
+        if known.num_rows is not None:
+            return Paged(self._paged(known, tensor), View(tensor))
         slot = None if known.slot is None else known.slot()
         if slot is None:
             slot = group.add(tensor)
             known.slot = weakref.ref(slot)
         return Away(slot, tensor)
 
-    def _know(self, tensor: Tensor, recipe: _Recipe | None, number: int) -> None:
+    def _paged(self, known: _Known, tensor: Tensor) -> PagedRows:
+        """The rows of the whole storage, once."""
+        assert self.stash is not None and known.num_rows is not None
+        paged = None if known.paged is None else known.paged()
+        if paged is None:
+            paged = self.stash.keep(known.whole.of(tensor.detach()), known.num_rows)
+            known.paged = weakref.ref(paged)
+        return paged
+
+    def _know(self, tensor: Tensor, recipe: _Recipe | None, number: int, num_rows: Tensor | None = None) -> None:
         key, storage = _address(tensor), tensor.untyped_storage()
-        known = self._known[key] = _Known(tensor, recipe, number)
+        known = self._known[key] = _Known(tensor, recipe, number, num_rows)
 
         def forget(_: object) -> None:
             if self._known.get(key) is known:
@@ -264,14 +314,33 @@ class StepRetention:
         known.storage = weakref.ref(storage, forget)
 
 
+class _OfRows:
+    """A ``StepRetention`` for buffers of which only the first ``num_rows`` rows are there."""
+
+    def __init__(self, retention: StepRetention, num_rows: Tensor) -> None:
+        self.retention, self.num_rows = retention, num_rows
+
+    def step(self, name: RetainedStep, make: Callable[..., T], *inputs: Tensor) -> T:
+        return self.retention.step(name, make, *inputs, num_rows=self.num_rows)
+
+    def received(self, name: RetainedStep, tensor: Tensor) -> Tensor:
+        return self.retention.received(name, tensor, self.num_rows)
+
+    def of_rows(self, rows_per_expert_e: Tensor) -> Retention:
+        return self.retention.of_rows(rows_per_expert_e)
+
+    def scope(self) -> AbstractContextManager[None]:
+        return self.retention.scope()
+
+
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def retention_for(memory: MemoryConfig, device: torch.device) -> StepRetention | None:
+def retention_for(memory: MemoryConfig, device: torch.device, stash: PagedStash | None = None) -> StepRetention | None:
     """What a run keeps of its steps; None where it keeps everything."""
     # What is kept narrow is the matmuls' own affair (`precision/narrow_inputs.py`).
-    choices = {step: choice for step, choice in memory.retained().items() if choice in ("discard", "offload")}
+    choices = {step: choice for step, choice in memory.retained().items() if choice in ("discard", "offload", "page")}
     limit = None if memory.host_gib is None else int(memory.host_gib * 2**30)
     pool = HostPool(limit, pinned=device.type == "cuda")
-    return StepRetention(choices, Offload(pool, device)) if choices else None
+    return StepRetention(choices, Offload(pool, device), stash) if choices else None

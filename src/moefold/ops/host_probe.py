@@ -17,6 +17,8 @@ CPU_FEATURES = {
     "amx_bf16": "bfloat16 matmuls in tiles: several times the speed of float32",
     "avx512f": "vectors of 64 bytes",
     "avx512_bf16": "bfloat16 matmuls without tiles",
+    "amx_fp16": "float16 matmuls in tiles",
+    "avx512_fp16": "float16 matmuls without tiles",
     "avx2": "vectors of 32 bytes, the minimum for torch's CPU kernels",
 }
 # Libraries that replace the C library's allocator, by a part of their file name.
@@ -64,7 +66,7 @@ class HostInfo:
 
 def probe_host() -> HostInfo:
     """Also without torch, which is an extra of moefold: `moefold doctor` says what is missing."""
-    cpu, features = _cpu()
+    cpu, features = cpu_name_and_features()
     allocator, trim_disabled = _allocator()
     return HostInfo(
         **_torch()._asdict(),
@@ -121,7 +123,7 @@ def _torch() -> _TorchInfo:
     )
 
 
-def _cpu() -> tuple[str, frozenset[str]]:
+def cpu_name_and_features() -> tuple[str, frozenset[str]]:
     """Its name and which of CPU_FEATURES it has; none where /proc/cpuinfo is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

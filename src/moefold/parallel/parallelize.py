@@ -10,7 +10,8 @@ So no rank ever allocates more than its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -18,51 +19,51 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.max_logits import LogitMaxima
-from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.flat_layout import MEBIBYTE, weight_format
 from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.blueprint.stages import StageSpec, stages_of
-from moefold.checks.kernels import experts_in_use
-from moefold.comm.message_codecs import SumFormat
-from moefold.comm.p2p import CommStream, comm_stream
+from moefold.comm.p2p import CommStream, TimedCommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
-from moefold.config.message_casts import TP_REDUCE_CASTS
+from moefold.comm.spans import SpanRecorder
+from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.model.build import ParallelInterfaces, build_decoder
+from moefold.model.build import build_decoder
 from moefold.model.decoder import Decoder
 from moefold.model.narrow_modules import narrow_modules
+from moefold.moe.dispatch.all_to_all_bounded import BoundedAllToAllDispatcher, lifted
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, SplitSizeSource
-from moefold.moe.expert_backends import expert_backend
-from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
+from moefold.moe.layer import MoELayer
+from moefold.moe.moe_kernels import kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
+from moefold.nn.cuda_graphs import engine_for
+from moefold.nn.float32_matmul import cpu_matmul_here
 from moefold.nn.init import Box, init_values
-from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
-from moefold.nn.step_retention import KEEP_ALL, Retention, StepRetention, retention_for
+from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.nn.phase_graphs import PhaseGraphs
+from moefold.nn.step_retention import KEEP_ALL, StepRetention, retention_for
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.optim.trained_pieces import SavingOptimizer
 from moefold.parallel.amax_over_ranks import over_axis, push_amaxes
-from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.data_sharding import DataSharding, to_empty
-from moefold.parallel.dispatchers import ENGINE_DISPATCHERS, dispatcher_for
+from moefold.parallel.dispatchers import ENGINE_DISPATCHERS, layer_overlap, overlaps_itself
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
 from moefold.parallel.fsdp_codes import coded_shards
 from moefold.parallel.logit_maxima import observer
 from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, local_part, resize_to_local
-from moefold.parallel.tensor_parallel import TokenShards, VocabShards
+from moefold.parallel.rank_interfaces import paged_stash, parallel_interfaces_of
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.precision.amax_history import AmaxHistory
-from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.precision.operands import NarrowWeights
-from moefold.precision.row_messages import NarrowPartCodec
+from moefold.schedule.graph_regions import captured_phases
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -91,6 +92,10 @@ class LocalModel:
     retention: StepRetention | None = None
     # Weights as narrowed by `precision.recipe`, if the run has one.
     narrow_weights: NarrowWeights | None = None
+    # Where counts are read.
+    host: SplitSizeSource = SYNC_SPLIT_SIZES
+    # Captured phases, with `kernels.graphs`.
+    graphs: PhaseGraphs | None = None
 
     def weights_changed(self, trained_only: bool = False) -> None:
         """After every update, and after weights were initialised or loaded."""
@@ -117,9 +122,29 @@ class LocalModel:
         if histories := self.amax_histories:
             push_amaxes(histories, self.run, self.groups, self.device)
 
+    @property
+    def has_row_bounds(self) -> bool:
+        """Whether rows may not fit into a dispatcher's buffers; the same on all ranks, with and without MoE layers."""
+        return bounds_rows(self.run) and not self.groups["expert_block"].alone
+
+    @contextmanager
+    def exact_rows(self) -> Iterator[None]:
+        """Without bounds: dispatchers read counts on the host, and no phase is a graph."""
+        layers = [module for module in self.model.modules() if isinstance(module, MoELayer)]
+        bounded = [
+            each for layer in layers for each in layer.dispatchers if isinstance(each, BoundedAllToAllDispatcher)
+        ]
+        with lifted(bounded), nullcontext() if self.graphs is None else self.graphs.paused():
+            yield
+
     def pieces(self) -> tuple[TrainedPiece, ...]:
         """What this rank updates and saves."""
         return self.sharding.pieces()
+
+    @property
+    def spans(self) -> SpanRecorder | None:
+        """Stamps what this rank does, while a step is profiled."""
+        return self.groups["world"].ledger.spans
 
     @property
     def reshard_per_step(self) -> bool:
@@ -144,8 +169,14 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         dynamic_cp=run.parallel.dynamic_cp,
         inner=run.parallel.context.inner,
         ep_inner=run.parallel.ep_inner,
-        own_stream=schedule_named(run.parallel.schedule).overlaps,
+        own_stream=uses_comm_stream(run.parallel),
+        share_memory=run.parallel.cpu_exchange == "shared_memory",
     )
+
+
+def uses_comm_stream(parallel: ParallelConfig) -> bool:
+    """Whether exchanges of rows run beside computation: of another microbatch, or of the same one."""
+    return schedule_named(parallel.schedule).overlaps or overlaps_itself(parallel)
 
 
 def build_local_model(
@@ -156,7 +187,8 @@ def build_local_model(
     routing_policy: PolicyOrName | None = None,
 ) -> LocalModel:
     """Build this rank's shard; ``init`` computes the initial values, and ``routing_policy`` replaces the config's."""
-    local = build_on_meta(run, groups, device, routing_policy=routing_policy)
+    cpu_matmul = cpu_matmul_here(run, device.type)
+    local = build_on_meta(run, groups, device, routing_policy=routing_policy, cpu_matmul=cpu_matmul)
     local.sharding.allocate(device, to_empty)
     init_local_model(local, init)
     return local
@@ -168,8 +200,11 @@ def build_on_meta(
     device: torch.device,
     host: SplitSizeSource = SYNC_SPLIT_SIZES,
     routing_policy: PolicyOrName | None = None,
+    cpu_matmul: str = "compute",
+    make_stream: Callable[[torch.device], CommStream] = comm_stream,
 ) -> LocalModel:
-    """This rank's shard on the meta device, without memory. ``host`` supplies dispatchers' split sizes."""
+    """This rank's shard on the meta device, without memory. ``host`` supplies dispatchers' split sizes; ``cpu_matmul``
+    says how a CPU multiplies: a dry run does not depend on the CPU it is made on."""
     parts_of_rank = parts_by_rank(run)
     param_shards = build_param_shards(run.model, groups, parts_of_rank)
     schedule = schedule_named(run.parallel.schedule)
@@ -181,12 +216,24 @@ def build_on_meta(
     if run.precision.recipe is not None:
         resolve("narrow_gemm", run.kernels.narrow_gemm, device.type, probe_host(), run.precision.recipe)
     attention = attention_for(run, device.type)
-    retention = retention_for(run.memory, device)
+    retention = retention_for(run.memory, device, paged_stash(run, groups, device))
     retain = KEEP_ALL if retention is None else retention
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention, retain)
+    interfaces = parallel_interfaces_of(
+        run, groups, weight_grads, host, kernels, device.type, attention, retain, cpu_matmul
+    )
     maxima = None if run.optim.qk_clip is None else LogitMaxima()
     observe = None if maxima is None else observer(groups, maxima)
-    interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy), observe=observe)
+    stream = None
+    if uses_comm_stream(run.parallel):
+        stream = TimedCommStream(make_stream(device), groups["world"].ledger)
+    own = stream if overlaps_itself(run.parallel) else None
+    overlap = None if own is None else partial(layer_overlap, run, groups, host, own)
+    graphs = None
+    if run.kernels.graphs != "none":
+        graphs = PhaseGraphs(captured_phases(run.kernels.graph_scope), engine_for(device))
+    interfaces = replace(
+        interfaces, routing_policy=policy_maker(routing_policy), observe=observe, overlap=overlap, graphs=graphs
+    )
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
@@ -194,7 +241,6 @@ def build_on_meta(
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards, frozen_dtypes(run))
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads, narrow_weights)
-    stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
     return LocalModel(
         run,
@@ -209,6 +255,8 @@ def build_on_meta(
         maxima,
         retention,
         narrow_weights,
+        host,
+        graphs,
     )
 
 
@@ -262,44 +310,6 @@ def flat_sharding(
 SHARDINGS = {"fsdp": fsdp_sharding, "flat": flat_sharding}
 
 
-def parallel_interfaces_of(
-    run: RunConfig,
-    groups: Groups,
-    weight_grads: WeightGradQueue | None,
-    host: SplitSizeSource,
-    kernels: MoEKernels = MOE_IN_TORCH,
-    device: str = "cpu",
-    attention: VarlenAttention | None = None,
-    retain: Retention = KEEP_ALL,
-) -> ParallelInterfaces:
-    # Flat buffers are the gradients of all weights already when a step starts.
-    in_place = run.parallel.sharding == "flat"
-    matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads, in_place)
-    return ParallelInterfaces(
-        tokens=TokenShards(groups, *tp_sums(run)),
-        vocab=VocabShards(groups["tp"]),
-        dispatcher=lambda _: dispatcher_for(run, groups, host),
-        matmul_policy=matmul_policy,
-        experts=expert_backend(
-            experts_in_use(run, device), matmul_policy, weight_grads, kernels, run.kernels.permute, retain
-        ),
-        # The bias of a split expert is added on one rank of its etp group.
-        bias_scale=float(groups["etp"].index == 0),
-        core=core_for(run, groups, attention),
-        kernels=kernels,
-        recompute=frozenset(run.memory.recompute),
-        retain=retain,
-    )
-
-
-def tp_sums(run: RunConfig) -> tuple[SumFormat, SumFormat]:
-    """Of activations, and of gradients."""
-    if run.precision.tp_reduce == "fp8_all_to_all":
-        casts, quantizers = TP_REDUCE_CASTS[run.precision.tp_reduce], QUANTIZERS[run.kernels.casts]
-        return NarrowPartCodec(casts.forward, quantizers), NarrowPartCodec(casts.backward, quantizers)
-    return (TORCH_FORMATS[run.precision.tp_reduce_format],) * 2
-
-
 @torch.no_grad()
 def init_local_model(local_model: LocalModel, init: InitValues) -> None:
     """Initialise every parameter's shard and every buffer."""
@@ -337,16 +347,3 @@ def local_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:
     """The buffers of this rank's modules."""
     names = {name for name, _ in model.named_buffers()}
     return [spec for spec in buffers(run.model) if spec.name in names]
-
-
-def core_for(run: RunConfig, groups: Groups, attention: VarlenAttention | None = None) -> AttentionCore:
-    """Local without context parallelism, else what the run names for each type of layer."""
-    if max(groups.contexts) == 1:
-        return LocalCore(attention)
-    context = run.parallel.context
-    cores = {
-        "ring": ContextParallelCore(ring_groups(groups.contexts), attention),
-        "all_to_all": ContextParallelCore(ulysses_groups(groups.contexts), attention),
-        "hierarchical": ContextParallelCore(groups.nested_contexts, attention),
-    }
-    return PerLayerCore(cores[context.full], cores[context.windowed])

@@ -2,10 +2,13 @@
 
 The two microbatches are independent, so each can compute while the other's all-to-all runs. Both phase sequences
 advance in turn: each runs its compute phases up to its next communication phase, submits that to the comm stream, and
-yields to the other. The interleaving depends on the phases alone and never on timing, so that all ranks issue the same
-collectives in the same order. While a rank has to wait, it computes deferred weight gradients; these are taken oldest
-first, so that their sums do not depend on timing either. Those that a wait had no time for are computed after it: what
-they need, the input and the output's gradient of each matmul, is held for the phases between two waits and no longer.
+yields to the other; only for a phase that exchanges a few counts it waits itself. This is the order
+`forward_backward` of `schedule/layer_orders.py`, made by the same function: it depends on the phases alone and never on
+timing, so that all ranks issue the same collectives in the same order. While a rank has to wait, it computes deferred
+weight gradients; these are taken oldest first, so that their sums do not depend on timing either. Those that a wait had
+no time for are computed after it: what they need, the input and the output's gradient of each matmul, is held for the
+phases between two waits and no longer. A backward without a partner, such as the last of a step, hides its exchanges
+behind its own weight gradients in the same way.
 """
 
 from __future__ import annotations
@@ -21,12 +24,22 @@ from moefold.blueprint.stages import StageSpec
 from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Phase, Stream
+from moefold.nn.phase_autograd import Gradients, Recorded, backward_phase, map_tensors, record
 from moefold.parallel.parallelize import LocalModel
-from moefold.pipeline.phase_autograd import Gradients, Recorded, backward_phase, map_tensors, record
 from moefold.pipeline.pipeline_state import hidden_tensors, objective_of
+from moefold.schedule.layer_orders import take_turns
 
-# A phase that is ready to run, and the stream it runs on.
-ReadyPhase = tuple[Stream, Callable[[], Any]]
+# Runs a piece of work in some context.
+Around = Callable[[Callable[[], Any]], Any]
+
+
+class ReadyPhase(NamedTuple):
+    """A phase that is ready to run; ``at_once`` and ``has_weights`` as in ``Phase``."""
+
+    stream: Stream
+    work: Callable[[], Any]
+    has_weights: bool
+    at_once: bool = False
 
 
 class RecordedForward(NamedTuple):
@@ -43,16 +56,22 @@ def run_recorded(
 ) -> tuple[DecoderOutput, RecordedForward]:
     """A forward by itself, recorded for a backward that may be overlapped."""
     phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
-    for _, work in phases:
-        phases.set_result(work())
+    for phase in phases:
+        phases.set_result(phase.work())
     return phases.output()
 
 
-def backward_recorded(forward: RecordedForward, gradients: tuple[Tensor, ...]) -> None:
-    """A recorded backward by itself; sets ``.grad`` of the stage's input hidden state."""
-    phases = _BackwardPhases(forward, gradients, None)
-    for _, work in phases:
-        phases.set_result(work())
+def backward_recorded(
+    local_model: LocalModel, forward: RecordedForward, gradients: tuple[Tensor, ...], defer_as: object | None
+) -> None:
+    """A recorded backward by itself; sets ``.grad`` of the stage's input hidden state.
+
+    No other microbatch is there to compute beside its exchanges, but its own weight gradients are: they are deferred,
+    as in a pair.
+    """
+    key = object() if defer_as is None else defer_as
+    phases = _BackwardPhases(forward, gradients, _deferring(local_model, key))
+    _run_in_turn(local_model, [_Running(phases, iter(phases))], key, defer_as)
     phases.finish()
 
 
@@ -71,41 +90,52 @@ def run_overlapped(
     Weight gradients are deferred and computed while both wait, at the latest after the next wait or before a second
     computation without one, unless ``defer_as`` names the action that will compute them.
     """
-    weight_grads, stream = local_model.weight_grads, local_model.comm_stream
-    assert weight_grads is not None and stream is not None
     key = object() if defer_as is None else defer_as
+    forward_phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
+    backward_phases = _BackwardPhases(forward, gradients, _deferring(local_model, key))
+    running = [_Running(backward_phases, iter(backward_phases)), _Running(forward_phases, iter(forward_phases))]
+    _run_in_turn(local_model, running, key, defer_as)
+    backward_phases.finish()
+    return forward_phases.output()
+
+
+def _deferring(local_model: LocalModel, key: object) -> Around:
+    weight_grads = local_model.weight_grads
+    assert weight_grads is not None
 
     def deferring(work: Callable[[], Any]) -> Any:
         with weight_grads.deferring(key):
             return work()
 
-    forward_phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
-    backward_phases = _BackwardPhases(forward, gradients, deferring)
-    running = [_Running(backward_phases, iter(backward_phases)), _Running(forward_phases, iter(forward_phases))]
-    while running:
-        for each in list(running):
-            if each.pending is not None:
+    return deferring
+
+
+def _run_in_turn(local_model: LocalModel, running: list[_Running], key: object, defer_as: object | None) -> None:
+    """Sequences of phases in turn, their communication on the comm stream. Weight gradients wait under ``key``."""
+    weight_grads, stream = local_model.weight_grads, local_model.comm_stream
+    assert weight_grads is not None and stream is not None
+    for number in take_turns([each.phases.gives_way for each in running]):
+        each = running[number]
+        if each.pending is not None:
+            each.phases.set_result(stream.wait(each.pending, weight_grads.run_one))
+            each.pending, each.has_computed = None, False
+            if defer_as is None:
+                weight_grads.run_until(key)
+        phase = next(each.ready)
+        if phase.stream is Stream.COMM:
+            each.pending = stream.submit(phase.work)
+            if phase.at_once:
                 each.phases.set_result(stream.wait(each.pending, weight_grads.run_one))
                 each.pending = None
-                if defer_as is None:
-                    weight_grads.run_until(key)
-            has_computed = False
-            for phase_stream, work in each.ready:
-                if phase_stream is Stream.COMM:
-                    each.pending = stream.submit(work)
-                    break
-                if has_computed and defer_as is None:
-                    # The other's communication is under way: it overlaps with them now as well as in its wait, and
-                    # what they hold is not there while a dense layer or the embedding goes backward.
-                    weight_grads.run_until(key)
-                each.phases.set_result(work())
-                has_computed = True
-            else:
-                running.remove(each)
+            continue
+        if each.has_computed and phase.has_weights and defer_as is None:
+            # The other's communication is under way: it overlaps with them now as well as in its wait, and what they
+            # hold is not there while a dense layer or the embedding goes backward.
+            weight_grads.run_until(key)
+        each.phases.set_result(phase.work())
+        each.has_computed |= phase.has_weights
     if defer_as is None:
         weight_grads.run_until(key)
-    backward_phases.finish()
-    return forward_phases.output()
 
 
 class _Running:
@@ -115,6 +145,8 @@ class _Running:
         self.phases, self.ready = phases, ready
         # The handle of the communication stream.
         self.pending: Any = None
+        # Since it last waited: something that has weights.
+        self.has_computed = False
 
 
 class _ForwardPhases:
@@ -129,9 +161,14 @@ class _ForwardPhases:
         objective = Phase("objective", Stream.COMPUTE, partial(_with_objective, local_model, batch))
         self.phases = (*local_model.model.phases(batch, earlier_ME, stage), objective)
 
+    @property
+    def gives_way(self) -> list[bool]:
+        """After which of its phases the other microbatch goes on."""
+        return [phase.stream is Stream.COMM and not phase.at_once for phase in self.phases]
+
     def __iter__(self) -> Iterator[ReadyPhase]:
         for phase in self.phases:
-            yield phase.stream, partial(record, phase, self.carry)
+            yield ReadyPhase(phase.stream, partial(record, phase, self.carry), phase.has_weights, phase.at_once)
 
     def set_result(self, result: tuple[Any, Recorded]) -> None:
         self.carry, recorded = result
@@ -166,18 +203,23 @@ class _BackwardPhases:
         self,
         forward: RecordedForward,
         gradients: tuple[Tensor, ...],
-        around: Callable[[Callable[[], Any]], Any] | None,
+        around: Around,
     ) -> None:
         self.forward, self.around = forward, around
         # The gradient of the local loss is 1.
         losses = () if forward.objective is None else (forward.objective,)
         self.gradients: Gradients = [*gradients, *map(torch.ones_like, losses)]
 
+    @property
+    def gives_way(self) -> list[bool]:
+        return [recorded.stream is Stream.COMM for recorded in reversed(self.forward.phases)]
+
     def __iter__(self) -> Iterator[ReadyPhase]:
         for recorded in reversed(self.forward.phases):
             work = partial(backward_phase, recorded, self.gradients)
-            around = None if recorded.stream is Stream.COMM else self.around
-            yield recorded.stream, work if around is None else partial(around, work)
+            if recorded.stream is not Stream.COMM:
+                work = partial(self.around, work)
+            yield ReadyPhase(recorded.stream, work, recorded.has_weights)
 
     def set_result(self, gradients: Gradients) -> None:
         self.gradients = gradients

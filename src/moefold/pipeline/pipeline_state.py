@@ -7,7 +7,7 @@ forward. Gradients are therefore this rank's terms of a sum, and are not divided
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,11 +36,20 @@ class StepSums(NamedTuple):
     loss: Tensor
     # Of the MTP modules, scaled by their weight.
     mtp_loss: Tensor
-    balance: BalanceLosses
+    # A row per MoE layer of the model, a column per balance loss.
+    balance_M5: Tensor
     # Assignments before dropping, after it, and of the plain top-k, as in ``RoutingReport``.
     counts_ME: Tensor
     kept_ME: Tensor
     plain_ME: Tensor
+    # Rows that did not fit into buffers of a fixed size; None without such buffers. Of a step that was run again, those
+    # of its first run.
+    overflow: Tensor | None = None
+
+    @property
+    def balance(self) -> BalanceLosses:
+        """Of all layers together."""
+        return BalanceLosses(*self.balance_M5.sum(0).unbind())
 
     @property
     def dropped(self) -> Tensor:
@@ -102,31 +111,30 @@ def zero_sums(local_model: LocalModel) -> StepSums:
     zero = torch.zeros((), dtype=wide, device=local_model.device)
     experts = 0 if local_model.run.model.moe is None else local_model.run.model.moe.num_experts
     counts_ME = torch.zeros(len(local_model.model.moe_blocks), experts, dtype=torch.int64, device=local_model.device)
-    return StepSums(zero, zero, BalanceLosses(*[zero] * 5), counts_ME, counts_ME, counts_ME)
+    overflow = counts_ME.new_zeros(()) if local_model.has_row_bounds else None
+    balance_M5 = zero.new_zeros(len(counts_ME), len(BalanceLosses._fields))
+    return StepSums(zero, zero, balance_M5, counts_ME, counts_ME, counts_ME, overflow)
 
 
-def losses_of(
+def label_losses_of(
     local_model: LocalModel, output: DecoderOutput, batch: Batch
-) -> tuple[Tensor | None, Tensor | None, BalanceLosses | None]:
-    """This stage's terms of the loss, the MTP loss and the balance losses; None where it has none."""
-    model = local_model.run.model
+) -> tuple[Tensor | None, Tensor | None]:
+    """This stage's terms of the loss and of the MTP loss; None where it has none."""
     # A step whose loss mask leaves no label sums to zero.
     loss = None if output.loss_sum is None else output.loss_sum / max(batch.step_labels, 1)
-    mtp_loss = None
-    if output.ahead_loss_sums:
-        scaled = [part * scale for part, scale in zip(output.ahead_loss_sums, loss_scales(model, batch), strict=True)]
-        mtp_loss = sum(scaled[1:], scaled[0])
-    balance = None
-    if output.reports:
-        kinds = zip(*(report.losses for _, report in output.reports), strict=True)
-        balance = BalanceLosses(*(torch.stack(parts).sum() for parts in kinds))
-    return loss, mtp_loss, balance
+    if not output.ahead_loss_sums:
+        return loss, None
+    scales = loss_scales(local_model.run.model, batch)
+    scaled = [part * scale for part, scale in zip(output.ahead_loss_sums, scales, strict=True)]
+    return loss, sum(scaled[1:], scaled[0])
 
 
 def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Tensor | None:
     """This stage's local loss, scaled; None if it has none. Its other gradients come from the next stage."""
-    loss, mtp_loss, balance = losses_of(local_model, output, batch)
-    terms = [term for term in (loss, mtp_loss, *(balance or ())) if term is not None and term.requires_grad]
+    kinds = zip(*(report.losses for _, report in output.reports), strict=True)
+    balance = [torch.stack(parts).sum() for parts in kinds]
+    possible = [*label_losses_of(local_model, output, batch), *balance]
+    terms = [term for term in possible if term is not None and term.requires_grad]
     if not terms:
         return None
     objective = sum(terms[1:], terms[0])
@@ -135,24 +143,31 @@ def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -
 
 @torch.no_grad()
 def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, batch: Batch) -> StepSums:
-    loss, mtp_loss, balance = losses_of(local_model, output, batch)
-    counts_ME, kept_ME, plain_ME = sums.counts_ME, sums.kept_ME, sums.plain_ME
-    if output.reports:
-        counts_ME, kept_ME, plain_ME = counts_ME.clone(), kept_ME.clone(), plain_ME.clone()
-        for row, report in output.reports:
-            counts_ME[row] += report.counts_E
-            kept_ME[row] += report.kept_E
-            plain_ME[row] += report.plain_E
+    loss, mtp_loss = label_losses_of(local_model, output, batch)
+    reports = dict(output.reports)
+    overflow = sums.overflow
+    if overflow is not None:
+        rows_over = [report.overflow for report in reports.values() if report.overflow is not None]
+        overflow = sum(rows_over, overflow)
     return StepSums(
         sums.loss if loss is None else sums.loss + loss,
         sums.mtp_loss if mtp_loss is None else sums.mtp_loss + mtp_loss,
-        sums.balance
-        if balance is None
-        else BalanceLosses(*(a + b for a, b in zip(sums.balance, balance, strict=True))),
-        counts_ME,
-        kept_ME,
-        plain_ME,
+        _add_layers(sums.balance_M5, {row: report.losses for row, report in reports.items()}),
+        _add_layers(sums.counts_ME, {row: (report.counts_E,) for row, report in reports.items()}),
+        _add_layers(sums.kept_ME, {row: (report.kept_E,) for row, report in reports.items()}),
+        _add_layers(sums.plain_ME, {row: (report.plain_E,) for row, report in reports.items()}),
+        overflow,
     )
+
+
+def _add_layers(total_M: Tensor, parts: Mapping[int, tuple[Tensor, ...]]) -> Tensor:
+    """Rows of all layers in one addition: an addition per layer would be launches per layer."""
+    if not parts:
+        return total_M
+    zero = torch.zeros_like(next(iter(parts.values()))[0])
+    num_parts = len(next(iter(parts.values())))
+    rows = [parts.get(row, (zero,) * num_parts) for row in range(len(total_M))]
+    return total_M + torch.stack([part for row in rows for part in row]).view_as(total_M)
 
 
 def as_leaf(hidden: Sequence[Tensor]) -> HiddenState:

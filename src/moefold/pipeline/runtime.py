@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.comm.spans import timed
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch
 from moefold.parallel.parallelize import LocalModel
@@ -28,6 +29,7 @@ from moefold.pipeline.pipeline_state import (
     objective_of,
 )
 from moefold.schedule.actions import Action, Kind, Order
+from moefold.schedule.graph_regions import graph_slots
 from moefold.schedule.names import schedule_named
 from moefold.schedule.offload_order import offload_order
 from moefold.schedule.passes import executable
@@ -43,24 +45,32 @@ def run_schedule(
     on_output: OnOutput | None = None,
 ) -> StepSums:
     """Forward and backward over all microbatches; gradients accumulate in the parameters' ``.grad``."""
-    order = _order(local_model, len(batches))
-    actions = order.actions[local_model.groups["pp"].index]
-    state = init_state(local_model, order, batches, actions)
-    state.on_output = on_output
-    if local_model.retention is not None:
-        reloads = offload_order(actions)
-        local_model.retention.offload.start_step(reloads.backward, reloads.stays)
-    starts, ends = first_forwards(actions), last_backwards(actions)
+    spans = local_model.spans
+    with timed(spans, "host", "order of actions"):
+        order = _order(local_model, len(batches))
+        actions = order.actions[local_model.groups["pp"].index]
+        state = init_state(local_model, order, batches, actions)
+        state.on_output = on_output
+        if local_model.retention is not None:
+            reloads = offload_order(actions)
+            local_model.retention.offload.start_step(reloads.backward, reloads.stays)
+        if local_model.graphs is not None:
+            local_model.graphs.start_step(graph_slots(actions))
+        starts, ends = first_forwards(actions), last_backwards(actions)
     for number, action in enumerate(actions):
         for stage in starts.get(number, ()):
-            local_model.sharding.before_forward(stage)
-        _RUN_ACTION[action.kind](state, action)
+            with timed(spans, "compute", "weights of a stage"):
+                local_model.sharding.before_forward(stage)
+        with timed(spans, "compute" if action.kind in _COMPUTES else "host", action):
+            _RUN_ACTION[action.kind](state, action)
         for stage in ends.get(number, ()):
-            local_model.sharding.after_backward(stage)
+            with timed(spans, "compute", "gradients of a stage"):
+                local_model.sharding.after_backward(stage)
         if on_action is not None:
             on_action(state, action)
     if local_model.weight_grads is not None:
-        local_model.weight_grads.run_all()
+        with timed(spans, "compute", "weight gradients"):
+            local_model.weight_grads.run_all()
     if state.channels is not None:
         state.channels.finish()
     return state.sums
@@ -68,7 +78,12 @@ def run_schedule(
 
 @torch.no_grad()
 def run_forward_only(local_model: LocalModel, batches: Sequence[Batch], on_output: OnOutput | None = None) -> StepSums:
-    """The forward actions only."""
+    """The forward actions only, with exact numbers of rows: nothing is run again here."""
+    with local_model.exact_rows():
+        return _run_forward_only(local_model, batches, on_output)
+
+
+def _run_forward_only(local_model: LocalModel, batches: Sequence[Batch], on_output: OnOutput | None) -> StepSums:
     order = _order(local_model, len(batches))
     actions = tuple(_forward_half(order.actions[local_model.groups["pp"].index]))
     state = init_state(local_model, order, batches, actions)
@@ -131,6 +146,8 @@ def forward(state: PipelineState, action: Action) -> None:
     hidden = state.inputs.get(key)
     if local_model.retention is not None:
         local_model.retention.offload.start_forward(key)
+    if local_model.graphs is not None:
+        batch = local_model.graphs.start_forward(key, batch)
     if schedule_named(local_model.run.parallel.schedule).overlaps:
         # Without gradients too: FSDP takes the first unit that is called for the outermost one, and these phases call
         # units inside of blocks. A block called later would be refused.
@@ -152,7 +169,8 @@ def after_forward(state: PipelineState, key: Key, output: DecoderOutput, saved: 
     if output.hidden is None:
         return
     if state.order.crosses(stage):
-        state.pending_sends[key] = hidden_tensors(output.hidden)
+        graphs, sent = state.local_model.graphs, hidden_tensors(output.hidden)
+        state.pending_sends[key] = sent if graphs is None else graphs.leaving(sent)
     else:
         state.inputs[stage + 1, microbatch] = as_leaf(hidden_tensors(output.hidden))
 
@@ -164,7 +182,8 @@ def backward(state: PipelineState, action: Action) -> None:
         if action.kind is Kind.BACKWARD and state.local_model.weight_grads is not None:
             # Weight gradients that earlier pairs have deferred come first, so that sums have one order.
             state.local_model.weight_grads.run_all()
-        backward_recorded(saved, state.gradients.pop(key, ()))
+        defer_as = key if action.kind is Kind.BACKWARD_INPUT else None
+        backward_recorded(state.local_model, saved, state.gradients.pop(key, ()), defer_as)
     else:
         hidden, objective = saved
         roots: list[Tensor] = [] if objective is None else [objective]
@@ -184,6 +203,8 @@ def after_backward(state: PipelineState, key: Key) -> None:
     if hidden is None:
         return
     gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in hidden_tensors(hidden))
+    if state.local_model.graphs is not None:
+        gradients = state.local_model.graphs.leaving(gradients)
     if state.order.crosses(stage - 1):
         state.pending_sends[key] = gradients
     else:
@@ -246,6 +267,7 @@ def overlapped(state: PipelineState, action: Action) -> None:
     after_backward(state, bwd_key)
 
 
+_COMPUTES = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.OVERLAP))
 _RUN_ACTION: dict[Kind, Callable[[PipelineState, Action], None]] = {
     Kind.FORWARD: forward,
     Kind.BACKWARD: backward,

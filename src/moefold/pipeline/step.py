@@ -1,4 +1,11 @@
-"""One optimizer step on one rank's shard: gradients of all microbatches, one grad norm, one clipped update."""
+"""One optimizer step on one rank's shard: gradients of all microbatches, one grad norm, one clipped update.
+
+With buffers of a fixed number of rows (`parallel.dispatcher: all_to_all_bounded`) the number of rows that did not fit
+is summed over layers, microbatches and ranks, and read once, when the gradients are summed; with pages for rows that
+are kept (`memory.retain.STEP: page`) also that of rows for which no page was left. If it is not zero, gradients are
+discarded, as those of a skipped step are, and the microbatches run once more with exact counts. Nothing has been
+updated by then: the step has one update, one set of counts and one set of outputs, those of its last run.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,9 @@ from moefold.blueprint.model_shape import Attention, layer_shape
 from moefold.blueprint.parameters import block_names
 from moefold.comm.collectives import all_reduce_ints, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
-from moefold.model.decoder import Decoder
-from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
+from moefold.comm.spans import timed
+from moefold.model.decoder import Decoder, DecoderOutput
+from moefold.moe.load_balancing import update_expert_bias
 from moefold.nn.batch import Batch
 from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer, clip_gradients, grad_norm_of
 from moefold.optim.qk_clip import clip_heads, gammas
@@ -97,38 +105,100 @@ def compute_gradients(
     loss_scale: float = 1.0,
 ) -> StepGradients:
     """Gradients of the losses; those of losses times ``loss_scale`` exist between backward and here only."""
-    sharding = local_model.sharding
+    spans = local_model.spans
     if loss_scale != 1.0:
         batches = [replace(batch, loss_scale=loss_scale) for batch in batches]
-    optimizer.zero_grad()
-    sharding.start_step()
-    local_model.start_amaxes()
-    sums = over_ranks(run_schedule(local_model, batches, on_action, on_output), local_model.groups)
-    max_logits_LH = largest_logits(local_model)
-    gradients = sharding.reduce_gradients()
-    finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
-    unscale_gradients(gradients.values(), loss_scale)
+    sums, gradients, max_logits_LH = _run_until_rows_fit(
+        local_model, lambda passed_on: _run_once(local_model, optimizer, batches, on_action, passed_on), on_output
+    )
+    with timed(spans, "compute", "unscale gradients"):
+        unscale_gradients(gradients.values(), loss_scale)
     if on_gradients is not None:
         on_gradients(gradients)
-    primary = primary_shards(gradients, local_model.param_shards)
-    grad_norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
+    with timed(spans, "compute", "gradient norm"):
+        primary = primary_shards(gradients, local_model.param_shards)
+        grad_norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
     return StepGradients(sums, gradients, grad_norm, max_logits_LH)
+
+
+class _Summed(NamedTuple):
+    """Of one run of all microbatches, summed over ranks; the gradients are scaled as the losses were."""
+
+    sums: StepSums
+    gradients: dict[str, Tensor]
+    max_logits_LH: Tensor | None
+
+
+def _run_until_rows_fit(
+    local_model: LocalModel, run_once: Callable[[OnOutput | None], _Summed], on_output: OnOutput | None
+) -> _Summed:
+    """Once, or twice where rows did not fit; with exact counts all do."""
+    if not local_model.has_row_bounds:
+        return run_once(on_output)
+    # Outputs are passed on when it is known that they count.
+    outputs: list[tuple[int, DecoderOutput]] = []
+
+    def hold(number: int, output: DecoderOutput) -> None:
+        outputs.append((number, DecoderOutput(logprob_S=output.logprob_S, entropy_S=output.entropy_S)))
+
+    held = None if on_output is None else hold
+    found = run_once(held)
+    overflow = found.sums.overflow
+    assert overflow is not None
+    if local_model.host.overflow(overflow):
+        outputs.clear()
+        with local_model.exact_rows():
+            found = run_once(held)
+        found = found._replace(sums=found.sums._replace(overflow=overflow))
+    for number, output in outputs:
+        assert on_output is not None
+        on_output(number, output)
+    return found
+
+
+def _run_once(
+    local_model: LocalModel,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    on_action: OnAction | None,
+    on_output: OnOutput | None,
+) -> _Summed:
+    sharding, spans = local_model.sharding, local_model.spans
+    with timed(spans, "host", "start of the step"):
+        optimizer.zero_grad()
+    with timed(spans, "compute", "gather weights"):
+        sharding.start_step()
+        local_model.start_amaxes()
+    sums = run_schedule(local_model, batches, on_action, on_output)
+    stash = None if local_model.retention is None else local_model.retention.stash
+    if stash is not None and sums.overflow is not None:
+        sums = sums._replace(overflow=sums.overflow + stash.take_overflow())
+    with timed(spans, "host", "sums over ranks"):
+        sums = over_ranks(sums, local_model.groups)
+        max_logits_LH = largest_logits(local_model)
+    with timed(spans, "compute", "reduce gradients"):
+        gradients = sharding.reduce_gradients()
+        finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
+    return _Summed(sums, gradients, max_logits_LH)
 
 
 def update(
     local_model: LocalModel, optimizer: Optimizer, computed: StepGradients, skip_reason: SkipReason | None = None
 ) -> StepResult:
     sums, gradients, grad_norm, max_logits_LH = computed
-    reason = None if skip_reason is None else skip_reason(sums, grad_norm)
+    spans = local_model.spans
+    with timed(spans, "host", "reasons to skip"):
+        reason = None if skip_reason is None else skip_reason(sums, grad_norm)
     if reason is not None:
         return StepResult(sums, grad_norm, reason, max_logits_LH)
-    clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
-    optimizer.step()
-    if max_logits_LH is not None:
-        clip_logits(local_model, max_logits_LH)
-    local_model.push_amaxes()
-    local_model.weights_changed(trained_only=True)
-    move_expert_biases(local_model.model, sums.kept_ME)
+    with timed(spans, "compute", "optimizer"):
+        clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
+        optimizer.step()
+        if max_logits_LH is not None:
+            clip_logits(local_model, max_logits_LH)
+        local_model.push_amaxes()
+        local_model.weights_changed(trained_only=True)
+        move_expert_biases(local_model.model, sums.kept_ME)
     return StepResult(sums, grad_norm, None, max_logits_LH)
 
 
@@ -181,9 +251,14 @@ def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
     for axis in ("dp", "cp", "pp"):
         losses = all_reduce_no_grad(losses, groups[axis])
     loss, mtp_loss = losses
-    balance = BalanceLosses(*all_reduce_no_grad(torch.stack(sums.balance), world))
-    counts_3ME = all_reduce_no_grad(torch.stack((sums.counts_ME, sums.kept_ME, sums.plain_ME)), world)
-    return StepSums(loss, mtp_loss, balance, *counts_3ME)
+    balance_M5 = all_reduce_no_grad(sums.balance_M5, world)
+    counts_3ME = torch.stack((sums.counts_ME, sums.kept_ME, sums.plain_ME))
+    if sums.overflow is None:
+        return StepSums(loss, mtp_loss, balance_M5, *all_reduce_no_grad(counts_3ME, world))
+    # One message for all whole numbers.
+    numbers = all_reduce_no_grad(torch.cat([counts_3ME.flatten(), sums.overflow[None]]), world)
+    counts_ME, kept_ME, plain_ME = numbers[:-1].view_as(counts_3ME)
+    return StepSums(loss, mtp_loss, balance_M5, counts_ME, kept_ME, plain_ME, numbers[-1:].sum())
 
 
 @torch.no_grad()

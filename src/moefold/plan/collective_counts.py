@@ -26,6 +26,7 @@ from moefold.blueprint.flat_layout import MEBIBYTE, FlatBucket, even_part, fill_
 from moefold.blueprint.narrow_matmuls import code_bytes, gather_casts, scales_by_grid
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
 from moefold.blueprint.stages import StageSpec, stages_of
@@ -47,7 +48,7 @@ _FLAT_GROUPS: dict[GridName, tuple[str, str]] = {
     "expert": ("expert_shard", "expert_replicate"),
 }
 _DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")
-# Losses and norms: two sums, five balance losses, dropped rows and the norm, in the formats that they are kept in.
+# Losses and norms: two sums, five balance losses of a layer, and the norm, in the formats that they are kept in.
 _LOSSES, _BALANCE, _NORM = 8, 20, 8
 # Keys and values of a group of heads are not cut into smaller messages than this; as in `parallel/ring_attention.py`.
 _SMALLEST_MESSAGE = 1 << 16
@@ -279,8 +280,12 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
         tally.add("all_reduce", axis, _LOSSES)
     experts = run.model.moe.num_experts if run.model.moe is not None else 0
     # Assignments per expert: before dropping, after it, and of the plain top-k.
-    counts = 3 * len(moe_block_names(run.model)) * experts * 8
-    for size in (_BALANCE, counts, _NORM):
+    layers = len(moe_block_names(run.model))
+    counts = 3 * layers * experts * 8
+    if bounds_rows(run) and layout.size("expert_block") > 1:
+        # And rows that did not fit.
+        counts += 8
+    for size in (_BALANCE * layers, counts, _NORM):
         tally.add("all_reduce", "world", size)
 
 

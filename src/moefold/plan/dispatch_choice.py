@@ -33,6 +33,8 @@ OwnDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
 PlannedDispatcher = Literal[OwnDispatcher, PlannedDispatcherName]
 _VARIANT_OF: dict[str, PlannedDispatcher] = {
     "all_to_all_aligned": "all_to_all",
+    # More rows in messages and buffers, by its bounds (`expert_messages.py`), and no host read.
+    "all_to_all_bounded": "all_to_all",
     "deepep_elastic": "deepep",
     # One host read where all_to_all has two (`timing/layer_time.py`).
     "symmetric_memory": "all_to_all",

@@ -4,12 +4,13 @@ Routing is that of the balanced router: assignment k of token n goes to expert (
 known, and the bytes are those of a real step, to the byte.
 
     all_to_all      a row per assignment there and back, its prob beside it
+    all_to_all_bounded   the same in parts of a fixed number of rows, empty ones among them
     all_gather      every token of the group to every rank; expert outputs are summed in float32
     deduplicated    a row per token and rank that has one of its experts, with its K probs and K expert numbers
     two_level       a row per token and host, then a row per token and rank of that host
 
 Rows that go to experts, and gradients that do, have the bytes of `precision.dispatch`; those that come back are in
-`precision.compute`.
+`precision.compute`. With `parallel.exchange_chunks` all of this is sent once per chunk of a rank's tokens, counts too.
 
 `Tally` adds such collectives up by operation and group, here and in `plan/collective_counts.py`.
 """
@@ -23,6 +24,7 @@ from itertools import accumulate
 from typing import NamedTuple, cast
 
 from moefold.batching.zigzag import held_spans
+from moefold.blueprint.row_bounds import row_bounds
 from moefold.config.moe import MoEConfig
 from moefold.config.precision import BYTES, Format
 from moefold.config.run import RunConfig
@@ -73,15 +75,19 @@ def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoECon
     """``times``: layers and microbatches together."""
     # Other libraries do not send through our process groups, so nothing of theirs is counted.
     if layout.size("expert_block") > 1 and dispatcher_in_use(run) not in ENGINE_DISPATCHERS:
-        _SENDERS[planned_as(run)](run, layout, rank, moe, times, tally)
+        name = dispatcher_in_use(run)
+        send = _SENDERS[name if name in _SENDERS else planned_as(run)]
+        for chunk in range(run.parallel.exchange_chunks):
+            send(run, layout, rank, moe, times, tally, chunk)
 
 
 def _all_to_all_messages(
-    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally, chunk: int
 ) -> None:
     """Dispatch of rows and probs and combine of expert outputs; twice, for their gradients go the other way."""
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
-    sent, received = tokens.mine * moe.top_k, received_rows(run, layout, rank)
+    sent = _chunk_size(run, tokens.mine, chunk) * moe.top_k
+    received = received_rows(run, layout, rank, chunk)
     counts = moe.num_experts * _COUNT
     if moe.capacity is None:
         tally.add("all_to_all", "ep", counts, times)
@@ -92,7 +98,7 @@ def _all_to_all_messages(
     for rows in (sent, received):
         tally.add("all_to_all", "ep", rows * _PROB, times)
     # Ranks that shard an expert gather each other's rows, and sum their outputs; all are padded to the most rows.
-    most = max(received_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
+    most = max(received_rows(run, layout, peer, chunk) for peer in layout.ranks("etp", rank))
     etp = layout.size("etp")
     tally.add("all_gather", "etp", most * row, 2 * times)
     tally.add("all_gather", "etp", most * _PROB, times)
@@ -100,8 +106,37 @@ def _all_to_all_messages(
     tally.add("reduce_scatter", "etp", etp * most * _PROB, times)
 
 
-def received_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
-    """Rows that this rank receives from its ep peers if assignment n * K + k goes to expert (n * K + k) mod E."""
+def _bounded_messages(
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally, chunk: int
+) -> None:
+    """As with all_to_all, in parts of a fixed number of rows; nothing depends on the routing."""
+    tokens, dim, etp = tokens_of(run, layout), moe.latent_dim or run.model.dim, layout.size("etp")
+    # The last shard may be smaller by a token; all have the bounds of the largest.
+    most = max(len(_tokens_of_rank(run, layout, context, shard)) for context, shard in _shards(layout))
+    rows = row_bounds(run, most).pair * layout.size("ep")
+    sent, back = sent_row_bytes(run, dim, tokens.word), dim * tokens.word
+    tally.add("all_to_all", "ep", moe.num_experts * _COUNT, times)
+    tally.add("all_gather", "etp", moe.num_experts * _COUNT, times)
+    tally.add("all_to_all", "ep", rows * sent, 2 * times)
+    tally.add("all_to_all", "ep", rows * back, 2 * times)
+    tally.add("all_to_all", "ep", rows * _PROB, 2 * times)
+    tally.add("all_gather", "etp", rows * sent, 2 * times)
+    tally.add("all_gather", "etp", rows * _PROB, times)
+    tally.add("reduce_scatter", "etp", etp * rows * dim * tokens.wide, 2 * times)
+    tally.add("reduce_scatter", "etp", etp * rows * _PROB, times)
+
+
+def _shards(layout: FoldedLayout) -> list[tuple[int, int]]:
+    return [(context, shard) for context in range(layout.size("cp")) for shard in range(layout.size("tp"))]
+
+
+def _chunk_size(run: RunConfig, tokens: int, chunk: int) -> int:
+    return shard_sizes(tokens, run.parallel.exchange_chunks)[chunk]
+
+
+def received_rows(run: RunConfig, layout: FoldedLayout, rank: int, chunk: int) -> int:
+    """Rows of a chunk that this rank receives from its ep peers if assignment n * K + k goes to expert
+    (n * K + k) mod E."""
     assert run.model.moe is not None
     experts, top_k = run.model.moe.num_experts, run.model.moe.top_k
     each = experts // layout.size("ep")
@@ -112,7 +147,7 @@ def received_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
         place = layout.coordinate(peer, "cp"), layout.coordinate(peer, "tp")
         if place not in by_place:
             by_place[place] = _count_assignments(
-                _tokens_of_rank(run, layout, *place), top_k, experts, first, first + each
+                _tokens_of_chunk(run, layout, *place, chunk), top_k, experts, first, first + each
             )
         rows += by_place[place]
     return rows
@@ -126,6 +161,12 @@ def _tokens_of_rank(run: RunConfig, layout: FoldedLayout, context: int, shard: i
     return shared[starts[shard] : starts[shard + 1]]
 
 
+def _tokens_of_chunk(run: RunConfig, layout: FoldedLayout, context: int, shard: int, chunk: int) -> list[int]:
+    held = _tokens_of_rank(run, layout, context, shard)
+    starts = (0, *accumulate(shard_sizes(len(held), run.parallel.exchange_chunks)))
+    return held[starts[chunk] : starts[chunk + 1]]
+
+
 def _count_assignments(tokens: list[int], top_k: int, experts: int, first: int, stop: int, once: bool = False) -> int:
     """How many assignments of these tokens are to experts in ``[first, stop)``; ``once``: how many tokens have one."""
     residues = Counter(token * top_k % experts for token in tokens)
@@ -134,15 +175,17 @@ def _count_assignments(tokens: list[int], top_k: int, experts: int, first: int, 
 
 
 def _all_gather_messages(
-    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally, chunk: int
 ) -> None:
     """All tokens of the group are gathered with their assignments; expert outputs are summed."""
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
-    everyone = tokens.mine * layout.size("expert_block")
-    group = "expert_block"
-    tally.add("all_gather", group, tokens.mine * sent_row_bytes(run, dim, tokens.word), 2 * times)
-    tally.add("all_gather", group, tokens.mine * moe.top_k * _PROB, times)
-    tally.add("all_gather", group, tokens.mine * moe.top_k * 8, times)
+    mine, group = _chunk_size(run, tokens.mine, chunk), "expert_block"
+    everyone = mine * layout.size(group)
+    if run.parallel.exchange_chunks > 1:
+        tally.add("all_gather", group, (1 + moe.num_experts) * _COUNT, times)
+    tally.add("all_gather", group, mine * sent_row_bytes(run, dim, tokens.word), 2 * times)
+    tally.add("all_gather", group, mine * moe.top_k * _PROB, times)
+    tally.add("all_gather", group, mine * moe.top_k * 8, times)
     tally.add("reduce_scatter", group, everyone * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", group, everyone * moe.top_k * _PROB, times)
 
@@ -151,13 +194,13 @@ def _all_gather_messages(
 
 
 def _deduplicated_messages(
-    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally, chunk: int
 ) -> None:
     """One all-to-all over the ep group."""
     peers = layout.ranks("ep", rank)
-    sent = sum(_rows_once(run, layout, moe, (rank,), peer, 1) for peer in peers)
+    sent = sum(_rows_once(run, layout, moe, (rank,), peer, 1, chunk) for peer in peers)
     received = {
-        end: sum(_rows_once(run, layout, moe, (peer,), end, 1) for peer in layout.ranks("ep", end))
+        end: sum(_rows_once(run, layout, moe, (peer,), end, 1, chunk) for peer in layout.ranks("ep", end))
         for end in layout.ranks("etp", rank)
     }
     _dedup_all_to_all(run, layout, moe, "ep", len(peers), moe.num_experts, sent, received[rank], times, tally)
@@ -165,23 +208,23 @@ def _deduplicated_messages(
 
 
 def _two_level_messages(
-    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally, chunk: int
 ) -> None:
     """One all-to-all between hosts, and one inside of the host for the tokens that came to it."""
     size = run.parallel.ep_inner
     across, inside = levels(layout.ranks("ep", rank), rank, size)
-    sent = sum(_rows_once(run, layout, moe, (rank,), peer, size) for peer in across)
-    crossed = sum(_rows_once(run, layout, moe, (peer,), rank, size) for peer in across)
+    sent = sum(_rows_once(run, layout, moe, (rank,), peer, size, chunk) for peer in across)
+    crossed = sum(_rows_once(run, layout, moe, (peer,), rank, size, chunk) for peer in across)
     of_host = moe.num_experts // len(across)
     # Beside its rows and assignments a host is told how many rows go to each of its ranks.
     numbers = moe.num_experts + len(across) * size
     _dedup_all_to_all(run, layout, moe, "ep_across", len(across), numbers, sent, crossed, times, tally)
-    spread = sum(_rows_once(run, layout, moe, across, peer, 1) for peer in inside)
+    spread = sum(_rows_once(run, layout, moe, across, peer, 1, chunk) for peer in inside)
     received = {}
     for end in layout.ranks("etp", rank):
         peers = levels(layout.ranks("ep", end), end, size)[1]
         holders = (levels(layout.ranks("ep", peer), peer, size)[0] for peer in peers)
-        received[end] = sum(_rows_once(run, layout, moe, each, end, 1) for each in holders)
+        received[end] = sum(_rows_once(run, layout, moe, each, end, 1, chunk) for each in holders)
     _dedup_all_to_all(run, layout, moe, "ep_inside", len(inside), of_host, spread, received[rank], times, tally)
     _etp_messages(run, layout, moe, len(inside), of_host, max(received.values()), times, tally)
 
@@ -229,7 +272,7 @@ def _etp_messages(
 
 
 def _rows_once(
-    run: RunConfig, layout: FoldedLayout, moe: MoEConfig, holders: tuple[int, ...], end: int, size: int
+    run: RunConfig, layout: FoldedLayout, moe: MoEConfig, holders: tuple[int, ...], end: int, size: int, chunk: int
 ) -> int:
     """How many tokens of these ranks have an assignment on the end's rank, or on its host of ``size`` ranks."""
     number = moe.num_experts // layout.size("ep") * size
@@ -238,15 +281,16 @@ def _rows_once(
     return sum(
         count
         * _count_assignments(
-            _tokens_of_rank(run, layout, *spot), moe.top_k, moe.num_experts, first, first + number, once=True
+            _tokens_of_chunk(run, layout, *spot, chunk), moe.top_k, moe.num_experts, first, first + number, once=True
         )
         for spot, count in spots.items()
     )
 
 
-_Sender = Callable[[RunConfig, FoldedLayout, int, MoEConfig, int, Tally], None]
+_Sender = Callable[[RunConfig, FoldedLayout, int, MoEConfig, int, Tally, int], None]
 _SENDERS: dict[str, _Sender] = {
     "all_to_all": _all_to_all_messages,
+    "all_to_all_bounded": _bounded_messages,
     "all_gather": _all_gather_messages,
     "deduplicated": _deduplicated_messages,
     "two_level": _two_level_messages,

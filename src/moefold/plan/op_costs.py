@@ -119,7 +119,7 @@ def sizes_of(workload: Workload) -> Sizes:
 def _imbalance(workload: Workload) -> float:
     """Where ranks share cores, all get equal parts of them until those with less to do are done; then the busiest gets
     a core to itself. So it makes up for some of what it has more."""
-    machine, ep, busiest = workload.cluster.machine, workload.parallel.ep, workload.imbalance
+    machine, ep, busiest = workload.cluster.machine, workload.parallel.ep, workload.busiest
     if machine is None or busiest == 1.0:
         return busiest
     if ep == 1:

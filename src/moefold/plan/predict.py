@@ -33,7 +33,11 @@ def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
 
 def binding_wall(time: TimePrediction) -> Wall:
     """What to work on first: exposed communication, the host, or the computation itself."""
-    shares = {wall: time.of(wall) / time.step_seconds for wall in ("communication", "host", "compute")}
-    if shares["communication"] >= COMMUNICATION_BINDS and shares["communication"] >= shares["host"]:
+    return wall_of_shares(time.of("communication") / time.step_seconds, time.of("host") / time.step_seconds)
+
+
+def wall_of_shares(communication: float, host: float) -> Wall:
+    """The same from fractions of a step, predicted or measured."""
+    if communication >= COMMUNICATION_BINDS and communication >= host:
         return "communication"
-    return "host" if shares["host"] >= HOST_BINDS else "compute"
+    return "host" if host >= HOST_BINDS else "compute"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.precision import BYTES
 from moefold.plan.dispatch_choice import sent_row_bytes
@@ -70,7 +71,9 @@ def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     parallel, where = workload.parallel, expert_reach(workload)
     # Of rows of zeros, those that travel.
     padding = workload.row_padding if workload.run.kernels.row_padding == "routing_map" else 1.0
-    tokens = workload.context_tokens / parallel.tp * workload.imbalance * padding
+    # Parts of a fixed size travel whole, however busy a rank is.
+    tokens = workload.context_tokens / parallel.tp * padding
+    tokens *= workload.sent_rows if bounds_rows(workload.run) else workload.busiest
     dim = moe.latent or workload.model.dim
     row = (sent_row_bytes(workload.run, dim, int(workload.word)) + dim * workload.word) / 2
     kind, ep = workload.dispatcher, parallel.ep

@@ -21,6 +21,7 @@ from moefold.blueprint.model_shape import ModelShape, shape_of
 from moefold.blueprint.narrow_bytes import casts_of
 from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.parameters import parameters
+from moefold.blueprint.row_bounds import RowBounds, bounds_rows, row_bounds
 from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import BYTES, PrecisionConfig
@@ -28,6 +29,7 @@ from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, Nar
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
+from moefold.plan.clone_loads import Cloned, EchoSizes, cloned
 from moefold.plan.dispatch_choice import PlannedDispatcher, planned_as
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import fold
@@ -65,8 +67,6 @@ class Framework:
     sequence_parallel: bool = True
     tp_overlap: bool = False
     gradient_overlap: bool = True
-    # Parts that a partial graph holds: "attn", "mamba", "moe_router", "moe_preprocess", "mlp".
-    graph_parts: frozenset[str] = frozenset()
     # Rows of experts are kept in a pool of pages, so that graphs need no copies.
     paged_stash: bool = False
 
@@ -130,6 +130,21 @@ class Workload:
         return float(self.tokens * self.microbatches * self.dp)
 
     @cached_property
+    def clones(self) -> Cloned:
+        """What clones of hot experts (`parallel.echo`) leave of the imbalance, and how many there are."""
+        moe, parallel = self.run.model.moe, self.run.parallel
+        if moe is None or parallel.echo is None or not self.is_own:
+            return Cloned(self.imbalance, 0, 0)
+        rows = self.local_tokens * moe.top_k * parallel.etp
+        sizes = EchoSizes(moe.num_experts, parallel.ep, parallel.echo.slots)
+        return cloned(sizes, self.imbalance, round(parallel.echo.min_rows / rows, 6))
+
+    @property
+    def busiest(self) -> float:
+        """Rows that the busiest rank computes over the mean."""
+        return self.clones.busiest
+
+    @cached_property
     def row_padding(self) -> float:
         """Rows of experts with their rows of zeros (`kernels.row_padding`), over those that were routed.
 
@@ -142,6 +157,32 @@ class Workload:
         sources = self.parallel.ep * self.parallel.etp if kind == "permute" else 1
         run = self.local_tokens * moe.top_k * sources / moe.num_experts
         return 1 + (PRECISION_RECIPES[recipe].align - 1) / 2 / max(run, 1.0)
+
+    @cached_property
+    def row_buffer(self) -> float:
+        """Rows of the experts' buffers over the mean of a rank: those of the busiest one, or of a bound."""
+        bounds = self._row_bounds
+        if bounds is None:
+            return self.busiest
+        return bounds.rank * self.parallel.exchange_chunks / (self._mean_rows * self.parallel.etp)
+
+    @cached_property
+    def sent_rows(self) -> float:
+        """Rows of a rank's messages to experts over its assignments, where their number is fixed."""
+        bounds = self._row_bounds
+        if bounds is None:
+            return 1.0
+        return bounds.pair * self.parallel.exchange_chunks * self.parallel.ep / self._mean_rows
+
+    @property
+    def _mean_rows(self) -> float:
+        assert self.run.model.moe is not None
+        return max(1.0, self.local_tokens * self.run.model.moe.top_k)
+
+    @property
+    def _row_bounds(self) -> RowBounds | None:
+        sent = self.parallel.ep * self.parallel.etp > 1
+        return row_bounds(self.run, int(self.local_tokens)) if bounds_rows(self.run) and sent else None
 
     # ---- formats, and bytes of what is kept ----
 

@@ -11,18 +11,22 @@ from dataclasses import replace
 from random import Random
 from typing import Literal, get_args
 
+from moefold.checks.retained_steps import PAGED_STEPS
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
-from moefold.config.memory import RetainedStep, Retention
+from moefold.config.memory import MemoryConfig, RetainedStep, Retention
 from moefold.config.message_casts import DispatchFormat
 from moefold.config.model import LoraConfig, ModelConfig
-from moefold.config.precision import CastBackend, PrecisionConfig, RowPadding
+from moefold.config.parallel import EchoConfig
+from moefold.config.precision import CastBackend, GraphScope, PrecisionConfig, RowPadding
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks, shares_amaxes_of_shares
 
 # Of the cases in float64, those that are given a precision recipe; some of them cannot have it.
 _RECIPE_SHARE = 0.45
+# Of all cases, those that are given bounds of rows; some of them cannot have them.
+_BOUNDED_SHARE = 0.2
 
 
 def with_hybrids(run: RunConfig, world: int) -> RunConfig:
@@ -45,6 +49,18 @@ def with_hybrids(run: RunConfig, world: int) -> RunConfig:
         attention = replace(model.attention, output_gate=True)
         run = unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
     return run
+
+
+def with_overlaps(run: RunConfig, world: int) -> RunConfig:
+    """Shared experts beside dispatch and combine in half of the cases that may have it, tokens in chunks in most."""
+    if Random(f"overlaps of {run.seed}").random() >= 0.5:
+        beside = replace(run, parallel=replace(run.parallel, overlap=("shared_experts",)))
+        run = unless_refused(run, beside, world)
+    random = Random(f"chunks of {run.seed}")
+    chunks = random.choice((2, 2, 3, 4))
+    if random.random() < 0.2:
+        return run
+    return unless_refused(run, replace(run, parallel=replace(run.parallel, exchange_chunks=chunks)), world)
 
 
 def with_attention_variants(run: RunConfig, world: int) -> RunConfig:
@@ -147,6 +163,76 @@ def with_narrow_savings(run: RunConfig, world: int) -> RunConfig:
         narrow: dict[str, Retention] = {step: "quantize"}
         retain = replace(run.memory.retain, **narrow)
         run = unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
+    return run
+
+
+def with_clones(run: RunConfig, world: int) -> RunConfig:
+    """Clones of hot experts in a third of the cases that can have them."""
+    random = Random(f"clones of {run.seed}")
+    echo = EchoConfig(slots=random.choice((1, 1, 2)), min_rows=random.choice((1, 1, 3)))
+    if random.random() < 0.35:
+        run = unless_refused(run, replace(run, parallel=replace(run.parallel, echo=echo)), world)
+    return run
+
+
+def with_row_bounds(run: RunConfig, world: int) -> RunConfig:
+    """Dropless without a host read in a fifth of the cases; small bounds, so that some steps run twice."""
+    random = Random(f"row bounds of {run.seed}")
+    row, more = random.choice((1.0, 1.1, 1.25, 2.0)), random.choice((1.0, 1.2, 2.0))
+    if random.random() >= _BOUNDED_SHARE:
+        return run
+    bounds = replace(
+        run.parallel, dispatcher="all_to_all_bounded", ep_inner=1, row_bound=row, pair_bound=round(row * more, 3)
+    )
+    run = unless_refused(run, replace(run, parallel=bounds), world)
+    return _with_pages(random, run, world)
+
+
+def _with_pages(random: Random, run: RunConfig, world: int) -> RunConfig:
+    """Of what experts keep some steps in pages, in half of the cases; few pages of few rows, so that they run out."""
+    how = {"page_bound": random.choice((1.0, 1.1, 2.0)), "page_spill": random.choice((0.0, 0.0, 0.4))}
+    paged: tuple[RetainedStep, ...] = tuple(step for step in PAGED_STEPS if random.random() < 0.7)
+    rows = random.choice((1, 3, 64))
+    if random.random() < 0.5:
+        return run
+    for step in paged:
+        paged_step: dict[RetainedStep, Retention] = {step: "page"}
+        retain = replace(run.memory.retain, **paged_step)
+        memory = replace(run.memory, retain=retain, page_rows=rows, **how)  # type: ignore[arg-type]
+        run = unless_refused(run, replace(run, memory=memory), world)
+    return run
+
+
+def with_graphs(run: RunConfig, world: int) -> RunConfig:
+    """Captured phases in half of the cases that can have them, with the sharding, order and documents that they need.
+
+    Experts in float64 read counts, so what lies between exchanges is not among them. Narrower cases replay the
+    reference's routing by the identity of batches, of which a graph has its own.
+    """
+    random, moe = Random(f"graphs of {run.seed}"), run.model.moe
+    scopes: tuple[tuple[GraphScope, ...], ...] = (("attn",), ("moe_router",), ("attn", "moe_router"), ("attn", "mlp"))
+    scope = random.choice(scopes)
+    if random.random() < 0.5 or run.precision.compute != "float64":
+        return run
+    assert moe is not None
+    moe = replace(moe, balance=replace(moe.balance, global_batch=0.0))
+    schedule = "1f1b" if run.parallel.vpp == 1 else "interleaved"
+    changed = replace(
+        run,
+        model=replace(run.model, moe=moe),
+        parallel=replace(run.parallel, sharding="flat", schedule=schedule, dynamic_cp=False),
+        data=replace(run.data, packing="concat"),
+        memory=MemoryConfig(optimizer=run.memory.optimizer),
+        optim=replace(run.optim, qk_clip=None),
+        kernels=replace(run.kernels, graphs="partial", graph_scope=scope),
+    )
+    return unless_refused(run, changed, world)
+
+
+def with_exchanges(run: RunConfig) -> RunConfig:
+    """Rows of experts by gloo in half of the cases, through shared memory in the others."""
+    if Random(f"exchanges of {run.seed}").random() < 0.5:
+        return replace(run, parallel=replace(run.parallel, cpu_exchange="gloo"))
     return run
 
 

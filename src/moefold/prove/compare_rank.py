@@ -23,6 +23,7 @@ from moefold.blueprint.parameters import init_std, parameters
 from moefold.blueprint.sharding import grid_of
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
+from moefold.moe.load_balancing import BalanceLosses
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights, local_buffers
@@ -286,7 +287,7 @@ def _replicated_differences(
         "plain": sums.plain_ME,
         "dropped": sums.dropped,
     }
-    values |= {f"balance/{name}": value for name, value in sums.balance._asdict().items()}
+    values |= {f"balance/{name}": sums.balance_M5[:, kind] for kind, name in enumerate(BalanceLosses._fields)}
     seen = {name: difference(value, expected[name], is_primary) for name, value in values.items()}
     state = dict(local_model.model.named_buffers())
     for name in (spec.name for spec in local_buffers(local_model.run, local_model.model)):

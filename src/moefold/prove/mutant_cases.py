@@ -11,7 +11,7 @@ from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig
-from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig
 from moefold.config.precision import Format, KernelsConfig, PrecisionConfig
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
@@ -63,8 +63,21 @@ def _saved(case: Case, messages: PrecisionConfig, padding: KernelsConfig, retain
     return replace(case, run=replace(run, precision=precision, kernels=kernels, memory=memory))
 
 
+def _captured(case: Case) -> Case:
+    return replace(case, run=replace(case.run, kernels=replace(case.run.kernels, graphs="partial")))
+
+
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
     return replace(_MODEL, attention=attention, moe=moe, **others)
+
+
+_PAGED = RetainConfig(rows="page", gate_up="page", activation="page")
+
+
+def _paged(name: str, bound: float, memory: MemoryConfig) -> Case:
+    """All rows fit into buffers, of which pages keep those that are there; several microbatches are in flight."""
+    parallel = ParallelConfig(pp=2, ep=2, dispatcher="all_to_all_bounded", row_bound=bound, pair_bound=bound)
+    return _changed(_case(name, parallel, _model(num_layers=4), replace(_DATA, global_batch=24)), memory=memory)
 
 
 _ONE_STAGE = (
@@ -108,6 +121,19 @@ _ONE_STAGE = (
         ),
     ),
     _case("deduplicated", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
+    # Rows of every microbatch fit, some assignments are dropped; and rows that do not fit, on all ranks but the last.
+    _case(
+        "bounded",
+        ParallelConfig(tp=2, ep=4, dispatcher="all_to_all_bounded", row_bound=4.0, pair_bound=4.0),
+        _model(moe=replace(_MOE, capacity=CapacityConfig(factor=0.8))),
+    ),
+    _case(
+        "bounded, run twice",
+        ParallelConfig(tp=2, ep=4, dispatcher="all_to_all_bounded", row_bound=1.4, pair_bound=2.0),
+        _model(moe=replace(_MOE, router=RouterConfig(expert_bias=True, normalize=True))),
+    ),
+    _paged("paged", 4.0, MemoryConfig(retain=_PAGED, page_rows=4, page_bound=1.3, page_spill=0.3)),
+    _paged("paged, run twice", 4.0, MemoryConfig(retain=_PAGED, page_rows=1, page_bound=1.0)),
     _case("replicated", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
     _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
 )
@@ -255,4 +281,67 @@ _NARROW = (
         KernelsConfig(row_padding="routing_map"),
     ),
 )
-CASES = {case.run.name: case for case in (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW)}
+# Few tokens and many experts, so that some ranks have many more rows; all slots are used.
+_CLONED = (
+    _case(
+        "cloned",
+        ParallelConfig(ep=4, echo=EchoConfig(slots=2)),
+        _model(moe=replace(_MOE, expert_mlp_bias=True)),
+    ),
+)
+_SHARED = replace(_MOE, shared_hidden_dim=8, shared_gate=True)
+_OVERLAPS = (
+    # By gloo, whose rows the dispatcher sorts itself: shared memory is read in the order of the experts.
+    _case(
+        "shared beside",
+        ParallelConfig(tp=2, ep=4, overlap=("shared_experts",), cpu_exchange="gloo"),
+        _model(moe=_SHARED),
+    ),
+    # Rows do not fit into their bounds: steps run once more.
+    _case(
+        "bounded rows beside",
+        ParallelConfig(tp=2, ep=4, overlap=("shared_experts",), dispatcher="all_to_all_bounded"),
+        _model(moe=_SHARED),
+    ),
+    # Every rank sends and receives as many rows.
+    _case(
+        "balanced rows beside",
+        ParallelConfig(ep=4, overlap=("shared_experts",)),
+        _model(moe=replace(_SHARED, router=RouterConfig(kind="balanced"), balance=BalanceConfig())),
+        DataConfig(seq_len=8, global_batch=8, micro_batch=2),
+    ),
+)
+# Counts of the whole step are summed inside of the router, where graphs have no collectives.
+_ROUTED = replace(_MOE, balance=replace(_BALANCE, global_batch=0.0))
+_GRAPHED = (
+    # Several microbatches take turns in one slot; and in two, of which both are in flight.
+    _captured(
+        _case("graphs", ParallelConfig(sharding="flat", ep=2), _model(moe=_ROUTED), replace(_DATA, global_batch=36))
+    ),
+    _captured(
+        _case(
+            "graphs in a pipeline",
+            ParallelConfig(sharding="flat", pp=2, ep=2),
+            _model(moe=_ROUTED, num_layers=3),
+            replace(_DATA, global_batch=24),
+        )
+    ),
+)
+_CHUNKS = (
+    # Nine tokens of each rank: the chunks differ in size.
+    _case("chunks", ParallelConfig(tp=2, ep=4, exchange_chunks=2), _MODEL),
+    _case(
+        "chunks beside",
+        ParallelConfig(tp=2, ep=4, exchange_chunks=3, overlap=("shared_experts",), dispatcher="deduplicated"),
+        _model(moe=_SHARED),
+    ),
+    _case(
+        "even chunks",
+        ParallelConfig(ep=4, exchange_chunks=2),
+        _MODEL,
+        DataConfig(seq_len=8, global_batch=8, micro_batch=2),
+    ),
+)
+_LAYERS = (*_OVERLAPS, *_CHUNKS, *_GRAPHED)
+_ALL = (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW, *_CLONED, *_LAYERS)
+CASES = {case.run.name: case for case in _ALL}

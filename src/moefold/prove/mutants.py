@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, precision_faults, state_faults
+from moefold.prove.faults import (
+    bounded_faults,
+    document_faults,
+    echo_faults,
+    exchange_faults,
+    graph_faults,
+    memory_faults,
+    overlap_faults,
+    page_faults,
+    parallel_faults,
+    precision_faults,
+    state_faults,
+)
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.verdict import Verdict, prove
 
@@ -208,6 +220,11 @@ MUTANTS = (
         "interleaved",
         "backward starts from the last stage's loss only",
     ),
+    Mutant(exchange_faults.balance_of_another_layer, "interleaved", "rows of balance losses are numbered per stage"),
+    Mutant(
+        exchange_faults.balance_of_the_last_microbatch, "folded", "balance losses of the microbatches before are lost"
+    ),
+    Mutant(exchange_faults.balance_of_this_rank_only, "folded", "balance losses are not summed over ranks"),
     Mutant(
         exchange_faults.earlier_counts_of_another_layer,
         "interleaved",
@@ -308,78 +325,19 @@ MUTANTS = (
         "muon",
         "a key that several query heads share is scaled by one of them",
     ),
-    # ---- precision recipes ----
-    Mutant(precision_faults.cast_left_out_on_one_rank, "narrow", "a rank's module falls back to wide matmuls"),
-    Mutant(
-        precision_faults.blocks_of_rows_that_start_inside_a_block,
-        "narrow",
-        "a kernel counts blocks from the first value of its tile, not of the matrix",
-    ),
-    Mutant(
-        precision_faults.weight_blocks_in_the_direction_of_fprop,
-        "narrow",
-        "one narrow copy of a weight is used in both directions",
-    ),
-    Mutant(
-        precision_faults.weight_blocks_that_start_inside_a_block,
-        "narrow",
-        "a shard is narrowed by itself, and begins between two ends of blocks",
-    ),
-    Mutant(
-        precision_faults.token_blocks_over_two_experts,
-        "narrow",
-        "rows of all experts are one matrix for the cast along tokens",
-    ),
-    Mutant(precision_faults.padding_in_the_amax, "narrow", "padding is not zero where a scale is found"),
-    Mutant(
-        precision_faults.weight_blocks_over_two_matrices,
-        "narrow squares",
-        "stacked matrices are flattened before they are narrowed",
-    ),
-    Mutant(
-        precision_faults.kept_codes_with_a_stale_scale,
-        "narrow codes",
-        "a buffer of scales is used again before its codes were read",
-    ),
-    Mutant(
-        precision_faults.kept_inputs_scaled_in_another_precision,
-        "narrow codes",
-        "codes that were kept are not multiplied by their scales as others are",
-    ),
-    Mutant(
-        precision_faults.deferred_gradients_newest_first,
-        "narrow codes",
-        "the order of a sum depends on when a schedule has a gap",
-    ),
-    Mutant(
-        precision_faults.gathered_codes_with_the_scale_of_another_block,
-        "narrow codes",
-        "scales of a bucket are counted from another parameter",
-    ),
-    Mutant(
-        precision_faults.amaxes_of_shards_not_maximised,
-        "narrow codes",
-        "each rank finds the scales of its own range",
-    ),
-    Mutant(
-        precision_faults.padding_of_the_permutation_in_the_amax,
-        "narrow codes",
-        "the permutation leaves what was in memory in rows of padding",
-    ),
-    Mutant(
-        precision_faults.rows_of_zeros_for_half_of_the_multiple,
-        "narrow rows",
-        "tokens of zeros are counted for another format",
-    ),
-    Mutant(
-        precision_faults.sent_codes_with_the_scales_of_the_next_row,
-        "narrow rows",
-        "rows and scales are sent in two orders",
-    ),
-    Mutant(
-        precision_faults.gradients_sent_to_experts_as_they_are,
-        "narrow rows",
-        "combine's backward is not narrowed as the local dispatcher's is",
+    # ---- recipes, clones, exchanges beside the shared expert, bounded rows, shared memory, pages, graphs ----
+    *(
+        Mutant(*fault)
+        for module in (
+            precision_faults,
+            echo_faults,
+            overlap_faults,
+            bounded_faults,
+            memory_faults,
+            page_faults,
+            graph_faults,
+        )
+        for fault in module.FAULTS
     ),
 )
 

@@ -27,11 +27,16 @@ from moefold.errors import MoefoldError
 from moefold.prove.case_variants import (
     unless_refused,
     with_attention_variants,
+    with_clones,
+    with_exchanges,
     with_finetuning,
+    with_graphs,
     with_hybrids,
     with_interleaved_layers,
     with_narrow_savings,
+    with_overlaps,
     with_recipes,
+    with_row_bounds,
 )
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 from moefold.schedule.names import SCHEDULES
@@ -127,7 +132,8 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             if dtype == "float64":
                 run = with_recipes(with_finetuning(run, degrees.world), degrees.world)
                 run = with_narrow_savings(run, degrees.world)
-            return Case(run, degrees.world)
+            run = with_row_bounds(with_clones(with_exchanges(run), degrees.world), degrees.world)
+            return Case(with_graphs(with_overlaps(run, degrees.world), degrees.world), degrees.world)
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
@@ -188,7 +194,8 @@ def _parallel(random: Random, degrees: _Degrees, dtype: Format) -> ParallelConfi
     # Schedules on one stage as well: they defer weight gradients and overlap.
     plain = dtype == "bfloat16" or (degrees.pp == 1 and random.random() < 0.5)
     schedule = SCHEDULES["1f1b"] if plain else random.choice(list(SCHEDULES.values()))
-    dispatcher = random.choice(get_args(DispatcherName))
+    # One with bounds is a variant (`with_row_bounds`).
+    dispatcher = random.choice([name for name in get_args(DispatcherName) if name != "all_to_all_bounded"])
     return ParallelConfig(
         pp=degrees.pp,
         cp=degrees.cp,

@@ -215,10 +215,9 @@ def _forward_and_backward(case: Case, model: Decoder, narrow_wave: Wave | None) 
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
     none_ME = torch.zeros(moe_blocks, experts, dtype=torch.int64)
     found = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}
-    found |= {
-        name: torch.tensor(0.0)
-        for name in ("loss", "mtp_loss", *(f"balance/{field}" for field in BalanceLosses._fields))
-    }
+    found |= {name: torch.tensor(0.0) for name in ("loss", "mtp_loss")}
+    # By MoE layer.
+    found |= {f"balance/{field}": torch.zeros(moe_blocks) for field in BalanceLosses._fields}
     labels = labels_of_batch(case)
     labels_ahead = labels[1:]
     for wave in range(case.num_waves):
@@ -231,14 +230,14 @@ def _forward_and_backward(case: Case, model: Decoder, narrow_wave: Wave | None) 
             counts = labels_ahead if case.run.model.mtp_divisor == "labels" else [batch.step_tokens] * len(labels_ahead)
             means = [part / max(count, 1) for part, count in zip(output.ahead_loss_sums, counts, strict=True)]
             parts["mtp_loss"] = torch.stack(means).mean() * case.run.model.mtp_weight
-        for _, report in output.reports:
-            for field, loss in report.losses._asdict().items():
-                parts[f"balance/{field}"] = parts.get(f"balance/{field}", 0.0) + loss
-            found["dropped"] = found["dropped"] + report.dropped
-        torch.stack(list(parts.values())).sum().backward()
+        reports = [report for _, report in output.reports]
+        if reports:
+            kinds = zip(*(report.losses for report in reports), strict=True)
+            parts |= {f"balance/{field}": torch.stack(each) for field, each in zip(BalanceLosses._fields, kinds)}
+        torch.stack([part.sum() for part in parts.values()]).sum().backward()
         found |= {name: found[name] + part.detach() for name, part in parts.items()}
-        if output.reports:
-            reports = [report for _, report in output.reports]
+        if reports:
+            found["dropped"] = found["dropped"] + sum(report.dropped for report in reports)
             found["counts"] = found["counts"] + torch.stack([report.counts_E for report in reports])
             found["kept"] = found["kept"] + torch.stack([report.kept_E for report in reports])
             found["plain"] = found["plain"] + torch.stack([report.plain_E for report in reports])

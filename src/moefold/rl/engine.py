@@ -42,6 +42,7 @@ from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch, TokenObjective, context_shard, move_batch
 from moefold.nn.low_rank import adapters_off
 from moefold.parallel.parallelize import build_local_model, groups_of, init_main_weights
+from moefold.parallel.router_replay import RoutingRecorder, replay_routing_of_batches
 from moefold.pipeline.pipeline_state import OnOutput
 from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, not_finite, run_step
 from moefold.precision import loss_scaling
@@ -61,7 +62,6 @@ from moefold.rl.rollouts import (
     per_rollout,
     to_back,
 )
-from moefold.rl.router_replay import RouterReplay
 from moefold.schedule.names import schedule_named
 
 # From the number and the rollouts of a microbatch.
@@ -106,7 +106,10 @@ class Engine:
         self.local_model = build_local_model(run, self.groups, self.device)
         self.optimizer = make_optimizer(self.local_model)
         init_main_weights(self.local_model, self.optimizer)
-        self.replay = RouterReplay(self.local_model) if run.model.moe is not None else None
+        self.recorder = None
+        if run.model.moe is not None:
+            replay_routing_of_batches(self.local_model)
+            self.recorder = RoutingRecorder(self.local_model)
         self.step = 0
         self.loss_scale = loss_scaling.resumed_loss_scale(run.precision.loss_scaling, None)
         self._released: dict[Kind, Released] = {}
@@ -129,7 +132,7 @@ class Engine:
         check_rollouts(rollouts, (), self.run, self.max_tokens)
         objective = TokenObjective(nothing, {}, temperature, entropies)
         packed, batches = self._packed(rollouts, lambda number, members: objective, StepCounts(1, 1, 1))
-        recorder = self.replay if record_experts else None
+        recorder = self.recorder if record_experts else None
         if recorder is not None:
             recorder.start_recording(batches)
         found: dict[int, DecoderOutput] = {}

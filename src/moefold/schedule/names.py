@@ -67,7 +67,10 @@ def reshard_per_step(num_stages: int, *, overlaps: bool, splits_backward: bool) 
 def run_reshards_per_step(parallel: ParallelConfig) -> bool:
     schedule = schedule_named(parallel.schedule)
     return reshard_per_step(
-        parallel.pp * parallel.vpp, overlaps=schedule.overlaps, splits_backward=schedule.splits_backward
+        parallel.pp * parallel.vpp,
+        # Experts that run once per chunk would be gathered, and their gradients reduced, as often.
+        overlaps=schedule.overlaps or parallel.exchange_chunks > 1,
+        splits_backward=schedule.splits_backward,
     )
 
 

@@ -169,7 +169,7 @@ def svg(timeline: Timeline) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        _text(_LEFT, 24, _title(timeline), size=15, weight="bold"),
+        svg_text(_LEFT, 24, _title(timeline), size=15, weight="bold"),
         *_legend(timeline),
         *_rows(timeline, scale),
         *_axis(timeline, scale),
@@ -189,12 +189,12 @@ def _rows(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     order = timeline.order
     for rank in range(order.num_ranks):
         y = scale.y(rank)
-        yield _text(_LEFT - 8, y + _ROW / 2 + 4, f"rank {rank}", anchor="end")
-        yield _box(scale.x(0), y, scale.x(timeline.finish) - scale.x(0), _ROW, _IDLE, line=False)
+        yield svg_text(_LEFT - 8, y + _ROW / 2 + 4, f"rank {rank}", anchor="end")
+        yield svg_box(scale.x(0), y, scale.x(timeline.finish) - scale.x(0), _ROW, _IDLE, line=False)
         for action, span in cells_of(timeline, rank):
             yield from _cell(order, action, span, scale, y)
         stats = f"bubble {timeline.bubbles[rank]:.1%}, holds {timeline.peak_live[rank] / order.num_virtual:g}"
-        yield _text(scale.x(timeline.finish) + 8, y + _ROW / 2 + 4, stats)
+        yield svg_text(scale.x(timeline.finish) + 8, y + _ROW / 2 + 4, stats)
 
 
 def _cell(order: Order, action: Action, span: Span, scale: _Scale, y: float) -> Iterator[str]:
@@ -203,13 +203,13 @@ def _cell(order: Order, action: Action, span: Span, scale: _Scale, y: float) -> 
     for half, part in enumerate(action.parts):
         top = y + half * height
         colour = _shade(part.kind, part.stage // order.num_ranks, order.num_virtual)
-        yield _box(start, top, stop - start, height, _hex(colour))
+        yield svg_box(start, top, stop - start, height, hex_colour(colour))
         number = str(part.microbatch)
         # A digit is a little more than half as wide as it is high.
         size = min(12.0, 0.8 * height, (stop - start - 1) / (0.6 * len(number)))
         if size >= _SMALLEST_NUMBER:
             ink = "white" if _brightness(colour) < 150 else "#1a1a1a"
-            yield _text((start + stop) / 2, top + height / 2 + size * 0.36, number, "middle", ink, size)
+            yield svg_text((start + stop) / 2, top + height / 2 + size * 0.36, number, "middle", ink, size)
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
@@ -220,25 +220,27 @@ def _legend(timeline: Timeline) -> Iterator[str]:
     for kind, (name, _) in _COLOURS.items():
         if kind in kinds:
             for virtual_stage in range(order.num_virtual):
-                yield _box(x, 40, 16, 16, _hex(_shade(kind, virtual_stage, order.num_virtual)))
+                yield svg_box(x, 40, 16, 16, hex_colour(_shade(kind, virtual_stage, order.num_virtual)))
                 x += 16
-            yield _text(x + 6, 52, name)
+            yield svg_text(x + 6, 52, name)
             x += 24 + 7 * len(name)
     if order.num_virtual > 1:
-        yield _text(x, 52, f"(darkest: a rank's first stage, lightest: its stage {order.num_virtual})", ink="#666666")
+        yield svg_text(
+            x, 52, f"(darkest: a rank's first stage, lightest: its stage {order.num_virtual})", ink="#666666"
+        )
 
 
 def _axis(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     """About ten round times below the rows."""
-    step = _round_step(timeline.finish / 10)
+    step = round_step(timeline.finish / 10)
     y = scale.y(timeline.order.num_ranks)
     for tick in range(int(timeline.finish / step) + 1):
         x = scale.x(tick * step)
         yield f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x:.1f}" y2="{y + 5:.1f}" stroke="#888888"/>'
-        yield _text(x, y + 18, f"{tick * step:g}", "middle", "#666666", 11)
+        yield svg_text(x, y + 18, f"{tick * step:g}", "middle", "#666666", 11)
 
 
-def _round_step(at_least: float) -> float:
+def round_step(at_least: float) -> float:
     step = 1e-9
     while True:
         for factor in (1, 2, 5):
@@ -254,7 +256,7 @@ def _shade(kind: Kind, virtual_stage: int, num_virtual: int) -> tuple[int, int, 
     return tuple(round(part + (255 - part) * lighter) for part in (red, green, blue))  # type: ignore[return-value]
 
 
-def _hex(colour: tuple[int, int, int]) -> str:
+def hex_colour(colour: tuple[int, int, int]) -> str:
     return "#" + "".join(f"{part:02x}" for part in colour)
 
 
@@ -263,13 +265,13 @@ def _brightness(colour: tuple[int, int, int]) -> float:
     return 0.3 * red + 0.59 * green + 0.11 * blue
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, line: bool = True) -> str:
+def svg_box(x: float, y: float, width: float, height: float, fill: str, line: bool = True) -> str:
     # The white line keeps boxes of one colour apart; a narrow box would be nothing but line.
     stroke = f' stroke="white" stroke-width="{1 if width >= 6 else 0.3}"' if line else ""
     return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"{stroke}/>'
 
 
-def _text(
+def svg_text(
     x: float,
     y: float,
     text: str,

@@ -46,6 +46,8 @@ class StepData(NamedTuple):
     tokens: int
     # The samples of each microbatch, by their numbers in the step.
     members: tuple[tuple[int, ...], ...] = ()
+    # And how many tokens each of them has there, padding included.
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 class Slot(NamedTuple):
@@ -92,7 +94,8 @@ def read_step(order: SampleOrder, first_sample: int, run: RunConfig, groups: Gro
         for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
-    return LocalStep(StepData(batches, ids, sum(sizes), tuple(map(tuple, mine))), counts)
+    members, tokens = tuple(map(tuple, mine)), tuple(tuple(len(slot.tokens) for slot in each) for each in slots)
+    return LocalStep(StepData(batches, ids, sum(sizes), members, tokens), counts)
 
 
 def count_divisors(read: LocalStep, groups: Groups) -> StepData:

@@ -57,12 +57,13 @@ class RunInfo:
 class StepRecord:
     """One step of the whole run, all ranks together.
 
-    `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name. `grad_norm` is the
-    gradient norm before clipping. `seconds` says where the time went: "data" waiting for tokens, "step" computing,
-    "save" blocked by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of
-    tokens per expert for every MoE layer, first layer first. `skipped` is the reason why the step changed nothing.
-    `metrics` are those that callbacks added. `state_hash` is that of parameters and optimizer states of all ranks after
-    the step, if it was computed (`train.corruption.every`).
+    `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name, and `layer_balance` what
+    each MoE layer adds to them, first layer first. `grad_norm` is the gradient norm before clipping. `seconds` says
+    where the time went: "data" waiting for tokens, "step" computing, "save" blocked by a checkpoint, "total" from its
+    beginning to its end, without validation. `counts` has a row of tokens per expert for every MoE layer, first layer
+    first. `skipped` is the reason why the step changed nothing. `metrics` are those that callbacks added. `state_hash`
+    is that of parameters and optimizer states of all ranks after the step, if it was computed
+    (`train.corruption.every`).
 
     >>> import moefold
     >>> class PrintLoss(moefold.Callback):
@@ -90,6 +91,7 @@ class StepRecord:
     sample_ids_digest: str
     metrics: dict[str, float] = field(default_factory=dict)
     state_hash: str | None = None
+    layer_balance: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

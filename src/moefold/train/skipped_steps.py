@@ -4,6 +4,8 @@ A gradient that is not finite means one of two things in float16. While the loss
 scale is found to be too large: the step is skipped, a lower one is tried, and nothing is wrong. At the smallest scale,
 with a fixed one, or where the loss itself is not finite, it is what it is in other formats: a fault of data, weights or
 hardware, whose place is looked for and which ends the run when it lasts (`train.health.max_consecutive_skips`).
+
+A step whose rows did not fit is not skipped: it ran again (`pipeline/step.py`), and that is said here too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import NamedTuple
 from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
 from moefold.precision.loss_scaling import LossScale, can_back_off, next_loss_scale
 
 
@@ -63,3 +66,13 @@ def loss_scale_after(scale: LossScale, precision: PrecisionConfig, found: NotFin
     if config is None or (found is not None and not found.grad_norm):
         return scale
     return next_loss_scale(scale, config, found_inf=found is not None)
+
+
+def ran_again(step: int, overflow: int, run: RunConfig) -> str:
+    bounds = f"row_bound {run.parallel.row_bound:g} and pair_bound {run.parallel.pair_bound:g}"
+    if "page" in run.memory.retained().values():
+        bounds += f", or pages of memory.page_bound {run.memory.page_bound:g}"
+    return (
+        f"step {step}: {overflow:,} rows did not fit into buffers of parallel.{bounds}; "
+        "the step was run again with exact counts, and loss and update are of that run; larger bounds make this rarer"
+    )

@@ -38,6 +38,7 @@ from moefold.errors import CheckpointError, ConfigError, MoefoldError, TrainingE
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
+from moefold.parallel.router_replay import replay_routing_of_batches
 from moefold.pipeline.step import make_optimizer
 from moefold.plan.elastic_layout import ElasticLayout
 from moefold.precision.loss_scaling import resumed_loss_scale
@@ -45,7 +46,10 @@ from moefold.private_files import OWN_MODE, replace_file, who_else
 from moefold.redaction import Redactor
 from moefold.train.dpo import Preferences, load_preferences
 from moefold.train.fault_tolerance.signals import print_stderr
+from moefold.train.profile.step_profiler import StepProfiler
+from moefold.train.routing_trace import FOLDER, RoutingTrace, TraceWriter, recorded_steps, trace_info
 from moefold.train.state import TrainState
+from moefold.units import format_bytes
 
 SETTINGS, HISTORY = "config.yaml", "config_history.jsonl"
 _MAX_HISTORY = 64 << 20
@@ -75,6 +79,11 @@ class TrainContext:
     verifier: Verifier = field(default_factory=Verifier)
     # The run and its ranks as they were asked for, where it goes on with fewer.
     asked: ElasticLayout | None = None
+    # With `train.profile.every`.
+    profiler: StepProfiler | None = None
+    # With `train.routing_trace`.
+    routing_writer: TraceWriter | None = None
+    replayed: RoutingTrace | None = None
 
     @property
     def groups(self) -> Groups:
@@ -128,6 +137,9 @@ def build_train_context(
     context = replace(context, memory=_open_memory(context, incarnation, node))
     # Before the fingerprint is compared, which does not say where a file was changed.
     context = replace(context, verifier=open_verifier(context), asked=asked)
+    if run.train.profile.every > 0:
+        context = replace(context, profiler=StepProfiler(context.local_model, heartbeat, directory))
+    context = replace(context, routing_writer=_open_routing_writer(context))
     state = _resume(context)
     # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
     if rank == 0:
@@ -181,7 +193,32 @@ def open_context(
         saver,
         preferences=preferences,
         heartbeat=heartbeat,
+        replayed=_open_replayed(run, local_model, samples),
     )
+
+
+def _open_routing_writer(context: TrainContext) -> TraceWriter | None:
+    """Every rank records as many steps as rank 0 finds missing."""
+    steps, directory = context.run.train.routing_trace.steps, context.directory / FOLDER
+    if not steps:
+        return None
+    info = trace_info(context.run, context.samples.fingerprint)
+    left = from_rank_0(max(steps - recorded_steps(directory), 0) if context.leads else 0, context.groups["world"])
+    if context.leads:
+        each = info.step_bytes(context.run.data.global_batch * context.run.data.seq_len)
+        said = f"routing of the next {left} steps is recorded in {directory}, at most {format_bytes(each)} per step"
+        print_stderr(said if left else f"routing: {directory} has {steps} steps or more, and none is added")
+    return TraceWriter(context.local_model, directory, info, left)
+
+
+def _open_replayed(run: RunConfig, local_model: LocalModel, samples: AnySamples) -> RoutingTrace | None:
+    """With every router told to take what batches bring along."""
+    if run.train.routing_trace.replay is None:
+        return None
+    trace = RoutingTrace(Path(run.train.routing_trace.replay))
+    trace.require(trace_info(run, samples.fingerprint))
+    replay_routing_of_batches(local_model)
+    return trace
 
 
 def open_verifier(context: TrainContext) -> Verifier:

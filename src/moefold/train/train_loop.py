@@ -6,9 +6,8 @@ are summed over the ranks once per step. So no rank leaves the others waiting in
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
 from moefold.comm.collectives import all_reduce_ints
+from moefold.comm.spans import timed
 from moefold.config.run import RunConfig
 from moefold.errors import CorruptionError, DataError, ExclusionError
+from moefold.moe.load_balancing import BalanceLosses
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.precision.loss_scaling import factor_of
@@ -28,7 +29,9 @@ from moefold.train.fault_tolerance.corruption import StateWatch, roll_back
 from moefold.train.fault_tolerance.non_finite import where_not_finite
 from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.fault_tolerance.stragglers import StragglerWatch
+from moefold.train.host_switches import garbage_collection
 from moefold.train.prefetch import Prefetcher
+from moefold.train.profile.device_memory import memory_used, out_of_memory
 from moefold.train.saving import (
     already_finished,
     begin_save,
@@ -46,10 +49,10 @@ from moefold.train.skipped_steps import (
     explained,
     is_searching,
     loss_scale_after,
+    ran_again,
 )
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
-from moefold.units import format_bytes
 
 
 def train(
@@ -79,8 +82,13 @@ def train(
     reason = "failed"
     context.verifier.start(state.samples, context.run.data.global_batch)
     try:
-        with Prefetcher(partial(read_local_step, context), context.groups, context.device) as batches:
-            state, reason = _loop(context, state, hooks, stop, batches)
+        with (
+            Prefetcher(partial(read_local_step, context), context.groups, context.device) as batches,
+            garbage_collection(context.run.train.host) as collect_garbage,
+        ):
+            state, reason = _loop(context, state, hooks, stop, batches, collect_garbage)
+        if context.profiler is not None:
+            context.profiler.next_step(None)
         context.heartbeat.enter("checkpoint at the end", state.step)
         context.verifier.finish(state.samples, wait=reason == "finished")
         save_last(context, state, hooks)
@@ -95,11 +103,13 @@ def train(
         reason = "failed"
         report_failures(context, hooks)
         hooks.on_error(error)
-        if (said := out_of_memory(context, error)) is not None:
+        if (said := out_of_memory(context.groups.rank, context.heartbeat.pulse(), error)) is not None:
             raise MemoryError(said) from error
         raise
     finally:
         context.verifier.close()
+        if context.profiler is not None:
+            context.profiler.close()
         hooks.on_end(reason)
 
 
@@ -141,7 +151,12 @@ class Hooks(Callbacks):
 
 
 def _loop(
-    context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequest, batches: Prefetcher
+    context: TrainContext,
+    state: TrainState,
+    hooks: Hooks,
+    stop: StopRequest,
+    batches: Prefetcher,
+    collect_garbage: Callable[[int], None],
 ) -> tuple[TrainState, str]:
     """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
     steps = context.run.train.steps
@@ -152,6 +167,8 @@ def _loop(
     rolled_back: list[int] = []
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
+        if context.profiler is not None:
+            context.profiler.next_step(state.step + 1)
         metrics = hooks.control.begin_record()
         context.verifier.advance(state.samples)
         context.heartbeat.enter("before step", state.step + 1)
@@ -163,6 +180,7 @@ def _loop(
             state = roll_back(context, found, hooks, watch, rolled_back)
             continue
         context.heartbeat.enter("after step", state.step)
+        collect_garbage(state.step)
         now = time.perf_counter()
         seconds = record.seconds | {"save": saved, "total": now - ended}
         hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
@@ -224,7 +242,8 @@ def agreed_requests(context: TrainContext, control: LoopControl, stop: StopReque
 
 
 def read_local_step(context: TrainContext, first_sample: int) -> LocalStep:
-    return read_step(context.samples, first_sample, context.run, context.groups)
+    read = read_step(context.samples, first_sample, context.run, context.groups)
+    return read if context.replayed is None else context.replayed.fill(read, first_sample)
 
 
 def take_step(
@@ -242,13 +261,13 @@ def take_step(
     data = batches.take(state.samples, (state.samples + (i + 1) * run.data.global_batch for i in range(ahead)))
     context.heartbeat.enter("step", number)
     read = time.perf_counter()
-    lr = lr_at(number, run.train.steps, run.optim)
-    context.optimizer.set_lr(lr)
-
-    pairs = None if context.preferences is None else context.preferences.prepare(data)
+    with timed(context.local_model.spans, "host", "learning rate"):
+        lr = lr_at(number, run.train.steps, run.optim)
+        context.optimizer.set_lr(lr)
+    with timed(context.local_model.spans, "compute", "reference of pairs"):
+        pairs = None if context.preferences is None else context.preferences.prepare(data)
     world, scale = context.groups["world"], state.loss_scale
-    # Of a step that is skipped.
-    found: list[NotFinite] = []
+    found: list[NotFinite] = []  # of a step that is skipped
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:
         pace.computed()
@@ -269,6 +288,8 @@ def take_step(
         found.append(count_not_finite(float(loss), balance, float(grad_norm), world))
         return explained(reason, found[0], scale, run.precision, where)
 
+    if context.routing_writer is not None:
+        context.routing_writer.begin(data)
     result = run_step(
         context.local_model,
         context.optimizer,
@@ -277,27 +298,34 @@ def take_step(
         reason_to_skip,
         loss_scale=factor_of(scale),
     )
-    pace.ended(result.sums.kept_ME, batches.blocked)
-    if pairs is not None:
-        # The objective of the step has the gradient of this loss, and another value.
-        result = result._replace(sums=result.sums._replace(loss=pairs.losses.loss))
-        for name, value in pairs.losses.metrics.items():
-            hooks.control.log(name, value)
-    loss, grad_norm = float(result.sums.loss), float(result.grad_norm)
-    searching = bool(found) and is_searching(found[0], scale, run.precision)
-    state = after_step(state, loss, grad_norm, result.skipped, run.train.health, searching)
-    if scale is not None:
-        hooks.control.log("loss_scale", scale.scale)
-        state = replace(state, loss_scale=loss_scale_after(scale, run.precision, found[0] if found else None))
-    state = replace(
-        state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
-    )
-    saves = _saves_after(run, number) or (context.memory is not None and number % run.train.saving.memory_every == 0)
-    due = watch.is_due(number, saves=saves, skipped=result.skipped is not None)
-    state_hash = watch.after_update(number) if due else None
-    seconds = {"data": read - began, "step": time.perf_counter() - read}
-    record = _record(context, number, result, lr, data.tokens, seconds, data.ids)
-    return state, replace(record, state_hash=state_hash)
+    with timed(context.local_model.spans, "host", "record of the step"):
+        pace.ended(result.sums.kept_ME, batches.blocked)
+        if context.routing_writer is not None:
+            context.routing_writer.end(state.samples, data)
+        if (overflow := result.sums.overflow) is not None:
+            hooks.control.log("overflow_rows", int(overflow))
+            if int(overflow) and context.leads:
+                print_stderr(ran_again(number, int(overflow), run))
+        if pairs is not None:
+            # The objective of the step has the gradient of this loss, and another value.
+            result = result._replace(sums=result.sums._replace(loss=pairs.losses.loss))
+            for name, value in pairs.losses.metrics.items():
+                hooks.control.log(name, value)
+        loss, grad_norm = float(result.sums.loss), float(result.grad_norm)
+        searching = bool(found) and is_searching(found[0], scale, run.precision)
+        state = after_step(state, loss, grad_norm, result.skipped, run.train.health, searching)
+        if scale is not None:
+            hooks.control.log("loss_scale", scale.scale)
+            state = replace(state, loss_scale=loss_scale_after(scale, run.precision, found[0] if found else None))
+        state = replace(
+            state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
+        )
+        in_memory = context.memory is not None and number % run.train.saving.memory_every == 0
+        due = watch.is_due(number, saves=in_memory or _saves_after(run, number), skipped=result.skipped is not None)
+        state_hash = watch.after_update(number) if due else None
+        seconds = {"data": read - began, "step": time.perf_counter() - read}
+        record = _record(context, number, result, lr, data.tokens, seconds, data.ids)
+        return state, replace(record, state_hash=state_hash)
 
 
 def _saves_after(run: RunConfig, step: int) -> bool:
@@ -310,16 +338,13 @@ def _record(
     context: TrainContext, step: int, result: StepResult, lr: float, tokens: int, seconds: dict[str, float], ids: str
 ) -> StepRecord:
     moe, sums = context.run.model.moe, result.sums
-    on = (
-        {}
-        if moe is None
-        else {name: value for name, value in sums.balance._asdict().items() if getattr(moe.balance, name)}
-    )
+    on = [] if moe is None else [name for name in BalanceLosses._fields if getattr(moe.balance, name)]
+    by_kind = dict(zip(BalanceLosses._fields, sums.balance_M5.T.tolist(), strict=True))
     return StepRecord(
         step=step,
         steps=context.run.train.steps,
         loss=float(sums.loss),
-        balance={name: float(value) for name, value in on.items()},
+        balance={name: float(getattr(sums.balance, name)) for name in on},
         grad_norm=float(result.grad_norm),
         lr=lr,
         tokens=tokens,
@@ -330,25 +355,7 @@ def _record(
         memory_bytes=memory_used(context.device),
         world=context.groups["world"].size,
         sample_ids_digest=ids,
-    )
-
-
-def memory_used(device: torch.device) -> int:
-    """Peak memory of this process so far: the GPU's, or the host's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def out_of_memory(context: TrainContext, error: BaseException) -> str | None:
-    """Where this rank was and how much it held, if host memory is what it lacks; torch raises RuntimeError then."""
-    if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
-        return None
-    pulse, peak = context.heartbeat.pulse(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    why = " ".join(str(error).split())
-    return (
-        f"rank {context.groups.rank} is out of memory in step {pulse.step}, {pulse.phase}, with a peak of "
-        f"{format_bytes(peak)} resident" + (f": {why}" if why else "")
+        layer_balance={name: by_kind[name] for name in on},
     )
 
 

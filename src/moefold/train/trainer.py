@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
-from moefold.comm.launchers import Hosts, die_with_agent, place_of
+from moefold.comm.launchers import Hosts, die_with_agent, place_of, place_on_host
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, LayoutError, MoefoldError, Problem, TrainingError
 from moefold.plan.elastic_layout import ElasticLayout, layout_for_world, what_layouts_change
@@ -297,10 +297,12 @@ class Trainer:
     def _fit_rank(
         self, rank: int, world: int, device: torch.device, stop: StopRequest, heartbeat: Heartbeat | None = None
     ) -> int:
+        from moefold.train.host_switches import bind_rank
         from moefold.train.train_context import build_train_context
         from moefold.train.train_loop import train
 
         asked = ElasticLayout(self.run, self.world)
+        bind_rank(self.run.train.host, *place_on_host(os.environ, rank, world, self.hosts), device)
         context, state = build_train_context(
             self.layout.run,
             rank,

@@ -28,6 +28,7 @@ from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, Progress, dry_run_of_rank
 from moefold.dryrun.fake_cuda.collective_log import CollectiveLog, logged_collectives
 from moefold.dryrun.fake_cuda.fake_device import DEVICES_PER_HOST, fake_cuda
+from moefold.dryrun.fake_cuda.fake_graphs import fake_graphs
 from moefold.dryrun.fake_cuda.nccl_replay import Call, disagreements
 from moefold.dryrun.fake_cuda.nccl_replay import replay as replay_calls
 from moefold.dryrun.fake_cuda.stream_hazards import Finding, StreamHazards
@@ -157,6 +158,7 @@ def dry_run_on_gpu(
         logged_collectives(log),
         no_memory_for_fsdp(),
         fake_triton(hazards),
+        fake_graphs(hazards),
         threads_at_once(log),
         hazards.errors(),
     ):

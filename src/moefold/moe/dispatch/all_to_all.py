@@ -29,6 +29,7 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.message_codecs import RowCodec
 from moefold.comm.process_groups import Group, Groups
+from moefold.comm.sorted_exchange import from_experts, to_experts
 from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import (
     SendOrder,
@@ -42,6 +43,7 @@ from moefold.moe.dedup_permute import (
 from moefold.moe.dispatch.base import (
     AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
+    Dispatcher,
     ExpertInput,
     Routing,
     RowCodecs,
@@ -52,7 +54,6 @@ from moefold.moe.dispatch.base import (
 )
 from moefold.moe.moe_kernels import region
 from moefold.moe.permute import (
-    Grouped,
     by_expert,
     by_source,
     gather_probs,
@@ -86,9 +87,20 @@ class _Ticket(NamedTuple):
     token_rank_map: TokenRankMap | None
     token_N: Tensor
     num_tokens: int
+    # Rows were received by expert, and are sent back from there.
+    sorted_here: bool = False
 
 
-class AllToAllDispatcher:
+class _Rows(NamedTuple):
+    """One row and one prob per assignment: by expert as sent, by source and then by expert as received, unless the
+    exchange has sorted them."""
+
+    rows_NL: Tensor
+    prob_N: Tensor
+    ticket: _Ticket
+
+
+class AllToAllDispatcher(Dispatcher):
     """Sort by expert, then all-to-all."""
 
     def __init__(
@@ -106,54 +118,10 @@ class AllToAllDispatcher:
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        if self.capacity is not None:
-            sent, counts = self._sort_padded(routing, self.capacity)
-            token_N, token_rank_map = sent.token_N, None
-            rows_NL, prob_N = gather_rows(x_tL, token_N), gather_probs(routing.probs, sent.assignment_N)
-        else:
-            counts = self._exchange_counts(routing)
-            assignment_N, token_rank_map = self._send_order(routing, counts)
-            token_N = token_rank_map.token_N
-            rows_NL = gather_tokens(x_tL, token_rank_map)
-            prob_N = gather_assignments(routing.probs, assignment_N, token_rank_map)
-        rows_RL = by_expert(self._send(rows_NL, counts, self.codecs.forward), counts.on_host_We)
-        prob_R = by_expert(self._send(prob_N, counts), counts.on_host_We)
-        # Expert e as often as it has rows.
-        expert_R = torch.repeat_interleave(counts.rows_per_expert_e, output_size=rows_RL.shape[0])
-        return ExpertInput(
-            rows_RL,
-            Routing(expert_R[:, None], prob_R[:, None]),
-            counts.rows_per_expert_e,
-            counts.rows_per_expert,
-            None if self.capacity is None else counts.rows_per_expert[0],
-            _Ticket(counts, token_rank_map, token_N, x_tL.shape[0]),
-            by_expert=True,
-        )
-
-    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        counts = ticket.counts
-        by_source_RL = by_source(expert_out_RL, counts.on_host_We)
-        codec = self.codecs.backward
-        own = reduce_scatter_rows(by_source_RL, counts.etp_sizes, self.etp, grad_codec=codec)
-        rows_NL = all_to_all_rows(own, send=counts.recv, recv=counts.send, group=self.ep, grad_codec=codec)
-        if ticket.token_rank_map is not None:
-            return reduce_tokens(rows_NL, ticket.token_rank_map)
-        return unpermute_rows(rows_NL, ticket.token_N, ticket.num_tokens)
-
-    def _send(self, rows: Tensor, counts: _Counts, codec: RowCodec | None = None) -> Tensor:
-        received = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep, codec=codec)
-        return all_gather_rows(received, counts.etp_sizes, self.etp, codec=codec)
-
-    def _send_order(self, routing: Routing, counts: _Counts) -> SendOrder:
-        if routing.kept is None:
-            return self.order(routing.experts, self.num_experts)
-        num_tokens, top_k = routing.experts.shape
-        assignment_N, token_N = group_by_expert(routing, self.num_experts, sum(counts.send))
-        return SendOrder(assignment_N, assignment_map(assignment_N, num_tokens, top_k, token_N))
-
-    def _exchange_counts(self, routing: Routing) -> _Counts:
+    def dispatch_counts(self, routing: Routing) -> _Counts:
         """Exchange counts with all peers; they are read on the host here, all in one copy, and nowhere else."""
+        if self.capacity is not None:
+            return self._padded_counts(routing, self.capacity)
         leaving_E = counts_of(routing, self.num_experts)
         received_We = all_to_all_counts(leaving_E, self.ep).view(self.ep.size, self.num_local)
         rows_from_We = all_gather_no_grad(received_We, (self.ep.size,) * self.etp.size, self.etp)
@@ -169,12 +137,79 @@ class AllToAllDispatcher:
             on_host_We,
         )
 
-    def _sort_padded(self, routing: Routing, capacity: int) -> tuple[Grouped, _Counts]:
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: _Counts) -> _Rows:
+        num_tokens = x_tL.shape[0]
+        if self.capacity is not None:
+            sent = group_padded(routing, self.num_experts, self.capacity)
+            rows_NL, prob_N = gather_rows(x_tL, sent.token_N), gather_probs(routing.probs, sent.assignment_N)
+            return _Rows(rows_NL, prob_N, _Ticket(counts, None, sent.token_N, num_tokens))
+        assignment_N, token_rank_map = self._send_order(routing, counts)
+        rows_NL = gather_tokens(x_tL, token_rank_map)
+        prob_N = gather_assignments(routing.probs, assignment_N, token_rank_map)
+        return _Rows(rows_NL, prob_N, _Ticket(counts, token_rank_map, token_rank_map.token_N, num_tokens))
+
+    def dispatch_exchange(self, sent: _Rows) -> _Rows:
+        rows_NL, prob_N, ticket = sent
+        ticket = ticket._replace(sorted_here=self._sorts())
+        rows_RL = self._send(rows_NL, ticket, self.codecs.forward)
+        return _Rows(rows_RL, self._send(prob_N, ticket), ticket)
+
+    def dispatch_finish(self, received: _Rows) -> ExpertInput:
+        rows_RL, prob_R, ticket = received
+        counts = ticket.counts
+        if not ticket.sorted_here:
+            rows_RL, prob_R = by_expert(rows_RL, counts.on_host_We), by_expert(prob_R, counts.on_host_We)
+        # Expert e as often as it has rows.
+        expert_R = torch.repeat_interleave(counts.rows_per_expert_e, output_size=rows_RL.shape[0])
+        return ExpertInput(
+            rows_RL,
+            Routing(expert_R[:, None], prob_R[:, None]),
+            counts.rows_per_expert_e,
+            counts.rows_per_expert,
+            None if self.capacity is None else counts.rows_per_expert[0],
+            ticket,
+            by_expert=True,
+        )
+
+    def combine_prepare(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return expert_out_RL if ticket.sorted_here else by_source(expert_out_RL, ticket.counts.on_host_We)
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Ticket) -> Tensor:
+        counts, codec = ticket.counts, self.codecs.backward
+        if ticket.sorted_here:
+            return from_experts(rows_RL, counts.on_host_We, counts.send, self.ep)
+        own = reduce_scatter_rows(rows_RL, counts.etp_sizes, self.etp, grad_codec=codec)
+        return all_to_all_rows(own, send=counts.recv, recv=counts.send, group=self.ep, grad_codec=codec)
+
+    def combine_finish(self, rows_NL: Tensor, ticket: _Ticket) -> Tensor:
+        if ticket.token_rank_map is not None:
+            return reduce_tokens(rows_NL, ticket.token_rank_map)
+        return unpermute_rows(rows_NL, ticket.token_N, ticket.num_tokens)
+
+    def _sorts(self) -> bool:
+        """Rows that are copied out of shared memory are put in the order of the experts by that copy."""
+        narrow = self.codecs.forward is not None or self.codecs.backward is not None
+        return self.etp.alone and not narrow and not self.ep.alone and self.ep.memory() is not None
+
+    def _send(self, rows: Tensor, ticket: _Ticket, codec: RowCodec | None = None) -> Tensor:
+        counts = ticket.counts
+        if ticket.sorted_here:
+            return to_experts(rows, counts.send, counts.on_host_We, self.ep)
+        received = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep, codec=codec)
+        return all_gather_rows(received, counts.etp_sizes, self.etp, codec=codec)
+
+    def _send_order(self, routing: Routing, counts: _Counts) -> SendOrder:
+        if routing.kept is None:
+            return self.order(routing.experts, self.num_experts)
+        num_tokens, top_k = routing.experts.shape
+        assignment_N, token_N = group_by_expert(routing, self.num_experts, sum(counts.send))
+        return SendOrder(assignment_N, assignment_map(assignment_N, num_tokens, top_k, token_N))
+
+    def _padded_counts(self, routing: Routing, capacity: int) -> _Counts:
         even = (capacity * self.num_local,) * self.ep.size
         sources = self.ep.size * self.etp.size
         rows_e = torch.full((self.num_local,), capacity * sources, device=routing.experts.device)
-        counts = _Counts(even, even, (sum(even),) * self.etp.size, rows_e, [[capacity] * self.num_local] * sources)
-        return group_padded(routing, self.num_experts, capacity), counts
+        return _Counts(even, even, (sum(even),) * self.etp.size, rows_e, [[capacity] * self.num_local] * sources)
 
 
 def _sum_runs(counts: list[int], length: int) -> Sizes:

@@ -7,7 +7,7 @@ the receiving rank puts zero rows with prob 0 behind each expert's rows, as many
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,25 +16,34 @@ from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
-from moefold.moe.dispatch.base import ExpertInput, Routing, SplitSizeSource
+from moefold.moe.dispatch.base import Carried, Dispatcher, ExpertInput, Routing, SplitSizeSource
 from moefold.ops.padded_runs import aligned
 
 
 class _Ticket(NamedTuple):
     """``rows`` and ``padded``: of each expert, as received and with padding."""
 
-    inner: Any
+    inner: Carried
     rows: list[int]
     padded: list[int]
 
 
-class AlignedAllToAllDispatcher:
+class AlignedAllToAllDispatcher(Dispatcher):
     def __init__(self, inner: AllToAllDispatcher, multiple: int) -> None:
         self.inner, self.multiple = inner, multiple
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        expert_in = self.inner.dispatch(x_tL, routing)
-        rows = expert_in.rows_per_expert
+    def dispatch_counts(self, routing: Routing) -> Carried:
+        return self.inner.dispatch_counts(routing)
+
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: Carried) -> Carried:
+        return self.inner.dispatch_prepare(x_tL, routing, counts)
+
+    def dispatch_exchange(self, sent: Carried) -> Carried:
+        return self.inner.dispatch_exchange(sent)
+
+    def dispatch_finish(self, received: Carried) -> ExpertInput:
+        expert_in = self.inner.dispatch_finish(received)
+        rows = expert_in.host_rows
         padded = aligned(rows, self.multiple)
         missing_e = -expert_in.rows_per_expert_e % self.multiple
         aligned_e = expert_in.rows_per_expert_e + missing_e
@@ -49,8 +58,14 @@ class AlignedAllToAllDispatcher:
             ticket=_Ticket(expert_in.ticket, rows, padded),
         )
 
-    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        return self.inner.combine(_cut_runs(expert_out_RL, ticket.rows, ticket.padded), ticket.inner)
+    def combine_prepare(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.inner.combine_prepare(_cut_runs(expert_out_RL, ticket.rows, ticket.padded), ticket.inner)
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.inner.combine_exchange(rows_RL, ticket.inner)
+
+    def combine_finish(self, rows_NL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.inner.combine_finish(rows_NL, ticket.inner)
 
 
 def _pad_runs(rows: Tensor, sizes: list[int], padded: list[int]) -> Tensor:

@@ -4,7 +4,14 @@ A dispatcher moves rows and does nothing else. The rows received are source rows
 experts of this rank; the experts return one row for each, the sum over its experts of prob times expert output. So a
 row with several experts on one rank need travel only once each way, and sorting rows by expert is the experts' job.
 
-A dispatcher keeps no state between ``dispatch`` and ``combine``: what the way back needs is in the ticket, so any
+Each way has three parts, so that only collectives occupy the communication stream and everything else computes:
+
+    dispatch    counts | prepare: sort, gather rows | exchange | finish: put received rows in order
+    combine            | prepare: order by source   | exchange | finish: sum rows per token
+
+``counts`` is the collective that tells every rank how many rows it will receive; ``prepare`` cannot give its rows a
+shape before. ``dispatch`` and ``combine`` are these parts one after the other. A dispatcher keeps no state between
+them: what a later part needs is in the value of the earlier one, and what the way back needs is in the ticket, so any
 number of microbatches can be in flight.
 
 The splits of an uneven all-to-all must be on the host, and routing makes them on the device. A ``SplitSizeSource``
@@ -57,27 +64,90 @@ def counts_of(routing: Routing, num_experts: int) -> Tensor:
     return count_assignments(routing, num_experts) if routing.counts_E is None else routing.counts_E
 
 
+# What a part of a dispatcher hands to a later one, or to the way back. Each dispatcher has types of its own for it, and
+# nobody else looks inside.
+Carried = Any
+
+
+class CloneWeights(Protocol):
+    """Of experts of other ranks that are cloned here for one microbatch (`moe/dispatch/expert_clones.py`)."""
+
+    def __call__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """From this rank's experts, [e, ...] each, to the clones here, one per slot, in ``dtype``.
+
+        All ranks of the ep group take part, in the backward too: gradients of clones are added to those of the experts
+        that they are clones of.
+        """
+        ...
+
+
 class ExpertInput(NamedTuple):
     """Rows for the experts of this rank, with their assignments to those experts, numbered from 0."""
 
     rows_RL: Tensor
     assignments: Routing
-    # How many kept assignments each expert has, and the same on the host.
+    # How many kept assignments each expert has, and the same on the host; None where only the device knows, and then
+    # there may be rows of zeros behind those of the last expert.
     rows_per_expert_e: Tensor
-    rows_per_expert: list[int]
+    rows_per_expert: list[int] | None
     # Every expert computes exactly so many rows, padding included, so no shape depends on data; None if they differ.
     capacity: int | None
-    ticket: Any
+    ticket: Carried
     # Rows are those that grouped GEMMs compute: one assignment each, all kept, in the order of the experts.
     by_expert: bool = False
+    # With clones, their rows follow those of this rank's own experts: counts and assignments number them behind.
+    clones: CloneWeights | None = None
+    # How many rows did not fit into buffers of a fixed size; None where there are no such buffers.
+    overflow: Tensor | None = None
+
+    @property
+    def host_rows(self) -> list[int]:
+        """``rows_per_expert`` for who cannot do without."""
+        return self.rows_per_expert_e.tolist() if self.rows_per_expert is None else self.rows_per_expert
 
 
-class Dispatcher(Protocol):
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput: ...
+class Dispatcher:
+    """The parts of both ways. ``dispatch_counts``, ``dispatch_exchange`` and ``combine_exchange`` have all collectives,
+    and run on the communication stream where a schedule overlaps them."""
 
-    def combine(self, expert_out_RL: Tensor, ticket: Any) -> Tensor:
+    def dispatch_counts(self, routing: Routing) -> Carried:
+        """What ``dispatch_prepare`` must know of the other ranks; None where sizes are known beforehand."""
+        return None
+
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: Carried) -> Carried:
+        """The rows as they will be sent."""
+        raise NotImplementedError
+
+    def dispatch_exchange(self, sent: Carried) -> Carried:
+        """The rows as they were received."""
+        raise NotImplementedError
+
+    def dispatch_finish(self, received: Carried) -> ExpertInput:
+        """The rows as the experts take them."""
+        raise NotImplementedError
+
+    def combine_prepare(self, expert_out_RL: Tensor, ticket: Carried) -> Tensor:
+        """The experts' rows as they will be sent back."""
+        return expert_out_RL
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: Carried) -> Tensor:
+        """[N, L]: the rows as they came back."""
+        raise NotImplementedError
+
+    def combine_finish(self, rows_NL: Tensor, ticket: Carried) -> Tensor:
         """[t, L]: each token's expert outputs summed; the experts have already multiplied them by the probs."""
-        ...
+        return rows_NL
+
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        sent = self.dispatch_prepare(x_tL, routing, self.dispatch_counts(routing))
+        received = self.dispatch_exchange(sent)
+        # What was sent is freed before what was received is put in order.
+        del sent
+        return self.dispatch_finish(received)
+
+    def combine(self, expert_out_RL: Tensor, ticket: Carried) -> Tensor:
+        rows_RL = self.combine_prepare(expert_out_RL, ticket)
+        return self.combine_finish(self.combine_exchange(rows_RL, ticket), ticket)
 
 
 class RowCodecs(NamedTuple):
@@ -119,8 +189,13 @@ class HostRows(NamedTuple):
 class SplitSizeSource(Protocol):
     """Counts on the host; each method is given the same counts on the device.
 
-    A layer calls one of them once, with everything it needs: every call may wait for the device.
+    A layer calls one of them once, with everything it needs: every call may wait for the device. A step asks for its
+    ``overflow``, where it may have any.
     """
+
+    def of_chunk(self, chunk: int, chunks: int) -> SplitSizeSource:
+        """The same for one chunk of every rank's tokens (``parallel.exchange_chunks``)."""
+        ...
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         """Rows of this rank's tokens for each expert."""
@@ -146,9 +221,20 @@ class SplitSizeSource(Protocol):
         """Of all deduplicated exchanges of a layer."""
         ...
 
+    def cloned(self, expert_N: Tensor) -> list[int]:
+        """The experts in the spare slots of all ranks; -1 for none."""
+        ...
+
+    def overflow(self, rows: Tensor) -> int:
+        """Rows of a whole step that did not fit into buffers of a fixed size."""
+        ...
+
 
 class SyncSplitSizes:
     """Waits for the device and copies the counts, all of a layer in one copy."""
+
+    def of_chunk(self, chunk: int, chunks: int) -> SyncSplitSizes:
+        return self
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return rows_per_expert_E.tolist()
@@ -173,6 +259,12 @@ class SyncSplitSizes:
             name: HostRows(next(numbers), _rows_of(next(numbers), exchanged.arriving_WX))
             for name, exchanged in exchanges.items()
         }
+
+    def cloned(self, expert_N: Tensor) -> list[int]:
+        return expert_N.tolist()
+
+    def overflow(self, rows: Tensor) -> int:
+        return int(rows)
 
 
 def read_together(counts: Sequence[Tensor]) -> list[list[int]]:
@@ -228,7 +320,7 @@ def most_rank_tokens(run: RunConfig, dp: int) -> int:
     return max(map(max, tokens_by_shard(run))) if shapes_are_fixed(run) else most_microbatch_tokens(run, dp)
 
 
-class LocalDispatcher:
+class LocalDispatcher(Dispatcher):
     """With a ``capacity`` every expert computes exactly that many rows: shapes are known without a sync.
 
     Without one, ``read`` brings the number of rows per expert to the host.
@@ -246,15 +338,24 @@ class LocalDispatcher:
         self.read = read
         self.codecs = codecs
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        x_tL = round_rows(x_tL, self.codecs.forward, None)
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: None) -> tuple[Tensor, Routing]:
+        return round_rows(x_tL, self.codecs.forward, None), routing
+
+    def dispatch_exchange(self, sent: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        return sent
+
+    def dispatch_finish(self, received: tuple[Tensor, Routing]) -> ExpertInput:
+        x_tL, routing = received
         if self.capacity is not None:
             counts = even_counts(self.num_experts, self.capacity, x_tL)
             return ExpertInput(x_tL, routing, *counts, self.capacity, None)
         rows_per_expert_E = counts_of(routing, self.num_experts)
         return ExpertInput(x_tL, routing, rows_per_expert_E, self.read(rows_per_expert_E), None, None)
 
-    def combine(self, expert_out_tL: Tensor, ticket: None) -> Tensor:
+    def combine_exchange(self, expert_out_tL: Tensor, ticket: None) -> Tensor:
+        return expert_out_tL
+
+    def combine_finish(self, expert_out_tL: Tensor, ticket: None) -> Tensor:
         return round_rows(expert_out_tL, None, self.codecs.backward)
 
 

@@ -41,6 +41,7 @@ from moefold.moe.dedup_permute import (
 from moefold.moe.dispatch.base import (
     AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
+    Dispatcher,
     ExchangedRows,
     ExchangeName,
     ExpertInput,
@@ -64,6 +65,16 @@ class Splits(NamedTuple):
     etp_sizes: Sizes
 
 
+class Rows(NamedTuple):
+    """Rows with all their K probs and expert numbers, as they travel; and what the way back needs."""
+
+    rows_NL: Tensor
+    prob_NK: Tensor
+    number_NK: Tensor
+    splits: Splits
+    token_rank_map: TokenRankMap
+
+
 class Received(NamedTuple):
     """Rows with their assignments to the experts of this rank, and what the way back needs."""
 
@@ -85,7 +96,7 @@ class DedupExchange:
     """``num_experts`` are those of all ranks of the group together, in blocks of equal size.
 
     Counts come first: ``exchange_counts`` sends them, the dispatcher reads those of all its exchanges together, and
-    ``dispatch`` is given them.
+    ``prepare`` is given them. Each way then has the three parts of a dispatcher.
     """
 
     def __init__(
@@ -107,22 +118,32 @@ class DedupExchange:
         counts = all_gather_no_grad(received, (self.group.size,) * self.etp.size, self.etp)
         return ExchangedRows(rows_W, counts)
 
-    def dispatch(self, x_tL: Tensor, routing: Routing, mask_tW: Tensor, rows: HostRows) -> Received:
-        splits, codec = self._splits(rows), self.codecs.forward
+    def prepare(self, x_tL: Tensor, routing: Routing, mask_tW: Tensor, rows: HostRows) -> Rows:
+        splits = self._splits(rows)
         sent = token_rank_map(mask_tW, sum(splits.send))
-        rows_NL = gather_tokens(x_tL, sent)
-        received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group, codec=codec)
-        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp, codec=codec)
         number_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
-        prob_RK, number_RK = _SendAssignments.apply(routing.probs, number_tK, sent, splits, self.group, self.etp)
-        expert_RK = number_RK.long().sub_(self.first_expert)
-        kept_RK = (expert_RK >= 0).logical_and_(expert_RK < self.num_local)
-        return Received(rows_RL, Routing(expert_RK, prob_RK, kept_RK), splits, sent)
+        number_NK = number_tK.short().index_select(0, sent.token_N)
+        return Rows(gather_tokens(x_tL, sent), _GatherProbs.apply(routing.probs, sent), number_NK, splits, sent)
 
-    def combine(self, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
+    def exchange(self, sent: Rows) -> Rows:
+        splits, codec = sent.splits, self.codecs.forward
+        received = all_to_all_rows(sent.rows_NL, send=splits.send, recv=splits.recv, group=self.group, codec=codec)
+        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp, codec=codec)
+        prob_RK, number_RK = _SendAssignments.apply(sent.prob_NK, sent.number_NK, splits, self.group, self.etp)
+        return sent._replace(rows_NL=rows_RL, prob_NK=prob_RK, number_NK=number_RK)
+
+    def finish(self, received: Rows) -> Received:
+        expert_RK = received.number_NK.long().sub_(self.first_expert)
+        kept_RK = (expert_RK >= 0).logical_and_(expert_RK < self.num_local)
+        assignments = Routing(expert_RK, received.prob_NK, kept_RK)
+        return Received(received.rows_NL, assignments, received.splits, received.token_rank_map)
+
+    def exchange_back(self, expert_out_RL: Tensor, splits: Splits) -> Tensor:
         codec = self.codecs.backward
         own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp, grad_codec=codec)
-        rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group, grad_codec=codec)
+        return all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group, grad_codec=codec)
+
+    def finish_back(self, rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
         return reduce_tokens(rows_NL, sent)
 
     def _splits(self, rows: HostRows) -> Splits:
@@ -131,31 +152,43 @@ class DedupExchange:
         return Splits(tuple(rows.leaving), runs[self.etp.index], tuple(map(sum, runs)))
 
 
+class _GatherProbs(torch.autograd.Function):
+    """[N, K]: the probs of the token of every row."""
+
+    @staticmethod
+    def forward(ctx: Any, prob_tK: Tensor, sent: TokenRankMap) -> Tensor:
+        ctx.sent = sent
+        return prob_tK.index_select(0, sent.token_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: Tensor) -> tuple[Tensor, None]:
+        """Each prob's gradient is nonzero only on the rank that holds its expert, so the sum has one term."""
+        return reduce_token_values(grad_NK, ctx.sent), None
+
+
 class _SendAssignments(torch.autograd.Function):
     """Probs and expert numbers in one message there; the probs' gradient back."""
 
     @staticmethod
     def forward(
-        ctx: Any, prob_tK: Tensor, number_tK: Tensor, sent: TokenRankMap, splits: Splits, group: Group, etp: Group
+        ctx: Any, prob_NK: Tensor, number_NK: Tensor, splits: Splits, group: Group, etp: Group
     ) -> tuple[Tensor, Tensor]:
-        ctx.sent, ctx.splits, ctx.group, ctx.etp = sent, splits, group, etp
+        ctx.splits, ctx.group, ctx.etp = splits, group, etp
         # As bytes: not every backend supports int16.
-        packed = torch.cat([_packed_copy(part).view(torch.uint8) for part in (prob_tK, number_tK.short())], 1)
-        packed = packed.index_select(0, sent.token_N)
+        packed = torch.cat([part.view(torch.uint8) for part in (prob_NK, number_NK)], 1)
         packed = all_to_all_rows(packed, send=splits.send, recv=splits.recv, group=group)
         packed = all_gather_no_grad(packed, splits.etp_sizes, etp)
-        number_bytes = number_tK.shape[1] * _NUMBER_BYTES
-        prob_RK = _packed_copy(packed[:, :-number_bytes]).view(prob_tK.dtype)
+        number_bytes = number_NK.shape[1] * _NUMBER_BYTES
+        prob_RK = _packed_copy(packed[:, :-number_bytes]).view(prob_NK.dtype)
         number_RK = _packed_copy(packed[:, -number_bytes:]).view(torch.int16)
         ctx.mark_non_differentiable(number_RK)
         return prob_RK, number_RK
 
     @staticmethod
     def backward(ctx: Any, grad_RK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Each prob's gradient is nonzero only on the rank that holds its expert, so the sum has one term."""
         own = reduce_scatter_no_grad(grad_RK, ctx.splits.etp_sizes, ctx.etp)
         grad_NK = all_to_all_rows(own, send=ctx.splits.recv, recv=ctx.splits.send, group=ctx.group)
-        return reduce_token_values(grad_NK, ctx.sent), None, None, None, None, None
+        return grad_NK, None, None, None, None
 
 
 def _packed_copy(columns: Tensor) -> Tensor:
@@ -167,12 +200,25 @@ def _packed_copy(columns: Tensor) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format)
 
 
+class _Counts(NamedTuple):
+    """``mask_tW``: whether a token goes to each rank."""
+
+    mask_tW: Tensor
+    counts: ExchangedRows
+    on_host: HostRows
+
+
+class _InFlight(NamedTuple):
+    rows: Rows
+    counts: _Counts
+
+
 class _Ticket(NamedTuple):
     splits: Splits
     token_rank_map: TokenRankMap
 
 
-class DeduplicatedDispatcher:
+class DeduplicatedDispatcher(Dispatcher):
     """One exchange over the ep group."""
 
     def __init__(
@@ -185,16 +231,27 @@ class DeduplicatedDispatcher:
     ) -> None:
         self.exchange, self.host = DedupExchange("direct", num_experts, ep, etp, codecs), host
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+    def dispatch_counts(self, routing: Routing) -> _Counts:
         exchange, mask_tW = self.exchange, self.exchange.mask_of(routing)
         per_expert_We = counts_of(routing, exchange.num_experts).view(exchange.group.size, exchange.num_local)
         counts = exchange.exchange_counts(mask_tW.sum(0), per_expert_We)
-        on_host = self.host.exchanged_once({"direct": counts})["direct"]
-        received = exchange.dispatch(x_tL, routing, mask_tW, on_host)
-        return received.expert_input(counts, on_host, _Ticket(received.splits, received.token_rank_map))
+        return _Counts(mask_tW, counts, self.host.exchanged_once({"direct": counts})["direct"])
 
-    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        return self.exchange.combine(expert_out_RL, ticket.splits, ticket.token_rank_map)
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: _Counts) -> _InFlight:
+        return _InFlight(self.exchange.prepare(x_tL, routing, counts.mask_tW, counts.on_host), counts)
+
+    def dispatch_exchange(self, sent: _InFlight) -> _InFlight:
+        return sent._replace(rows=self.exchange.exchange(sent.rows))
+
+    def dispatch_finish(self, received: _InFlight) -> ExpertInput:
+        rows, (_, counts, on_host) = self.exchange.finish(received.rows), received.counts
+        return rows.expert_input(counts, on_host, _Ticket(rows.splits, rows.token_rank_map))
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.exchange.exchange_back(rows_RL, ticket.splits)
+
+    def combine_finish(self, rows_NL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.exchange.finish_back(rows_NL, ticket.token_rank_map)
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> DeduplicatedDispatcher:

@@ -10,6 +10,9 @@ dispatch along it:
 
 So a handle is used at most four times and lives until the backward pass of its dispatch. It belongs to the buffer that
 made it. Buffers are shared by all layers of a rank; nothing that a dispatch or combine returns lies in one.
+
+The library sorts and sums inside its own kernels, so that all of it is the exchange; only assignments are renumbered
+before and counted after.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moefold.errors import BackendError
-from moefold.moe.dispatch.base import ExpertInput, Routing
+from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing
 from moefold.moe.permute import count_assignments
 
 # Of rows and of probs, as DeepEP takes them.
@@ -51,22 +54,33 @@ class HandleExchange(Protocol):
         ...
 
 
-class HandleDispatcher:
+class _Sent(NamedTuple):
+    x_tL: Tensor
+    prob_tK: Tensor
+    expert_tK: Tensor
+
+
+class HandleDispatcher(Dispatcher):
     def __init__(self, num_local: int, exchange: HandleExchange) -> None:
         self.num_local, self.exchange = num_local, exchange
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: None) -> _Sent:
         require_dtypes(x_tL, routing.probs)
         expert_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
-        rows_RL, prob_RK, expert_RK, rows_per_expert, handle = _Dispatch.apply(
-            x_tL, routing.probs, expert_tK, self.exchange
-        )
+        return _Sent(x_tL, routing.probs, expert_tK)
+
+    def dispatch_exchange(self, sent: _Sent) -> Arrived:
+        rows_RL, prob_RK, expert_RK, rows_per_expert, handle = _Dispatch.apply(*sent, self.exchange)
+        return Arrived(rows_RL, expert_RK, prob_RK, rows_per_expert, handle)
+
+    def dispatch_finish(self, received: Arrived) -> ExpertInput:
+        rows_RL, expert_RK, prob_RK, rows_per_expert, handle = received
         assignments = Routing(expert_RK.long(), prob_RK, expert_RK >= 0)
         rows_per_expert_e = count_assignments(assignments, self.num_local)
         return ExpertInput(rows_RL, assignments, rows_per_expert_e, rows_per_expert, capacity=None, ticket=handle)
 
-    def combine(self, expert_out_RL: Tensor, ticket: object) -> Tensor:
-        combined: Tensor = _Combine.apply(expert_out_RL, ticket, self.exchange)
+    def combine_exchange(self, rows_RL: Tensor, ticket: object) -> Tensor:
+        combined: Tensor = _Combine.apply(rows_RL, ticket, self.exchange)
         return combined
 
 

@@ -17,9 +17,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.config.moe import MoEConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
-from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing, counts_of
+from moefold.moe.dispatch.base import Carried, Dispatcher, ExpertInput, Routing, counts_of
+
+
+class _Counts(NamedTuple):
+    """``padded``: the routing with tokens of zeros; its probs have no gradient and are not those that travel."""
+
+    padded: Routing
+    inner: Carried
+
+
+class _Rows(NamedTuple):
+    """What the dispatcher inside sends or has received."""
+
+    inner: Carried
+    num_tokens: int
 
 
 class _Ticket(NamedTuple):
@@ -27,28 +42,50 @@ class _Ticket(NamedTuple):
     num_tokens: int
 
 
-class PaddedRouting:
+class PaddedRouting(Dispatcher):
     """Around another dispatcher; experts without rows stay without."""
 
     def __init__(self, dispatcher: Dispatcher, num_experts: int, multiple: int) -> None:
         self.dispatcher, self.num_experts, self.multiple = dispatcher, num_experts, multiple
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        padded = pad_routing(routing, self.num_experts, self.multiple)
-        num_tokens = x_tL.shape[0]
-        zeros = x_tL.new_zeros(padded.experts.shape[0] - num_tokens, x_tL.shape[1])
-        expert_in = self.dispatcher.dispatch(torch.cat([x_tL, zeros]), padded)
-        return expert_in._replace(ticket=_Ticket(expert_in.ticket, num_tokens))
+    def dispatch_counts(self, routing: Routing) -> _Counts:
+        padded = pad_routing(routing._replace(probs=routing.probs.detach()), self.num_experts, self.multiple)
+        return _Counts(padded, self.dispatcher.dispatch_counts(padded))
 
-    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: _Counts) -> _Rows:
+        (num_tokens, dim), num_rows = x_tL.shape, counts.padded.experts.shape[0]
+        zeros = x_tL.new_zeros(num_rows - num_tokens, dim)
+        prob = torch.cat([routing.probs, counts.padded.probs[num_tokens:]])
+        padded = counts.padded._replace(probs=prob)
+        return _Rows(self.dispatcher.dispatch_prepare(torch.cat([x_tL, zeros]), padded, counts.inner), num_tokens)
+
+    def dispatch_exchange(self, sent: _Rows) -> _Rows:
+        return sent._replace(inner=self.dispatcher.dispatch_exchange(sent.inner))
+
+    def dispatch_finish(self, received: _Rows) -> ExpertInput:
+        expert_in = self.dispatcher.dispatch_finish(received.inner)
+        return expert_in._replace(ticket=_Ticket(expert_in.ticket, received.num_tokens))
+
+    def combine_prepare(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.dispatcher.combine_prepare(expert_out_RL, ticket.inner)
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.dispatcher.combine_exchange(rows_RL, ticket.inner)
+
+    def combine_finish(self, rows_NL: Tensor, ticket: _Ticket) -> Tensor:
         # Copied where it is cut: a module whose parameters are sharded must not return a view.
-        return self.dispatcher.combine(expert_out_RL, ticket.inner)[: ticket.num_tokens].clone()
+        return self.dispatcher.combine_finish(rows_NL, ticket.inner)[: ticket.num_tokens].clone()
 
 
 def routed_multiple(run: RunConfig) -> int:
     """Of rows that a rank sends to an expert; 1 where no tokens of zeros are routed."""
     recipe = run.precision.recipe
     return PRECISION_RECIPES[recipe].align if recipe is not None and run.kernels.row_padding == "routing_map" else 1
+
+
+def assignments_per_token(moe: MoEConfig) -> int:
+    """Columns of a routing: a token that experts choose may be chosen by all of them."""
+    return moe.num_experts if moe.router.kind == "expert_choice" else moe.top_k
 
 
 def num_pad_tokens(num_experts: int, top_k: int, multiple: int) -> int:

@@ -16,6 +16,9 @@ then finished the call before it. Received messages are copied out of the buffer
 NVSHMEM allocates and synchronises over all ranks of the job, so all of them must dispatch at the same time: there can
 be no pipeline. Without a capacity, buffers hold the worst case, every rank's tokens all for this rank's experts,
 because rows beyond the end of a buffer would be written all the same.
+
+Of a dispatch's parts, ``prepare`` sorts assignments. Rows are copied into the buffers, and out of them, by the
+exchange, because the order of exchanges says which set of buffers is next.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.dispatch.base import (
     SYNC_SPLIT_SIZES,
+    Dispatcher,
     ExpertInput,
     Routing,
     SplitSizeSource,
@@ -158,7 +162,21 @@ class _Route(NamedTuple):
     place_R: Tensor
 
 
-class SymmetricMemoryDispatcher:
+class _Sent(NamedTuple):
+    x_tL: Tensor
+    prob_tK: Tensor
+    order: _Sorted
+
+
+class _Received(NamedTuple):
+    rows_RL: Tensor
+    prob_R: Tensor
+    expert_R: Tensor
+    rows_per_expert: list[int]
+    route: _Route
+
+
+class SymmetricMemoryDispatcher(Dispatcher):
     def __init__(
         self,
         num_experts: int,
@@ -170,8 +188,14 @@ class SymmetricMemoryDispatcher:
         self.num_experts, self.num_local, self.ep = num_experts, num_experts // ep, ep
         self.exchange, self.capacity, self.host = exchange, capacity, host
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        rows_RL, prob_R, expert_R, rows_per_expert, route = _Dispatch.apply(x_tL, routing.probs, routing, self)
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: None) -> _Sent:
+        return _Sent(x_tL, routing.probs, self._sort(routing))
+
+    def dispatch_exchange(self, sent: _Sent) -> _Received:
+        return _Received(*_Dispatch.apply(*sent, self))
+
+    def dispatch_finish(self, received: _Received) -> ExpertInput:
+        rows_RL, prob_R, expert_R, rows_per_expert, route = received
         return ExpertInput(
             rows_RL,
             Routing(expert_R[:, None], prob_R[:, None]),
@@ -182,13 +206,12 @@ class SymmetricMemoryDispatcher:
             by_expert=True,
         )
 
-    def combine(self, expert_out_RL: Tensor, ticket: _Route) -> Tensor:
-        combined: Tensor = _Combine.apply(expert_out_RL, ticket, self.exchange)
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Route) -> Tensor:
+        combined: Tensor = _Combine.apply(rows_RL, ticket, self.exchange)
         return combined
 
-    def send(self, x_tL: Tensor, prob_tK: Tensor, routing: Routing) -> tuple[Tensor, Tensor, list[int], _Route]:
+    def send(self, x_tL: Tensor, prob_tK: Tensor, order: _Sorted) -> tuple[Tensor, Tensor, list[int], _Route]:
         """The received messages, each one's expert, rows per expert, and the route of the way back."""
-        order = self._sort(routing)
         rows_NL = gather_rows(x_tL, order.token_N, order.padded)
         prob_N = gather_probs(prob_tK, order.assignment_N, order.padded)
         received, splits_there = self.exchange.there(
@@ -278,9 +301,9 @@ class _Kept(Protocol):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Kept, x_tL: Tensor, prob_tK: Tensor, routing: Routing, dispatcher: SymmetricMemoryDispatcher
+        ctx: _Kept, x_tL: Tensor, prob_tK: Tensor, order: _Sorted, dispatcher: SymmetricMemoryDispatcher
     ) -> tuple[Tensor, Tensor, Tensor, list[int], _Route]:
-        message_RB, expert_R, rows_per_expert, route = dispatcher.send(x_tL, prob_tK, routing)
+        message_RB, expert_R, rows_per_expert, route = dispatcher.send(x_tL, prob_tK, order)
         ctx.exchange, ctx.route, ctx.dim, ctx.dtype = dispatcher.exchange, route, x_tL.shape[1], x_tL.dtype
         ctx.mark_non_differentiable(expert_R)
         rows_RL = _unpack(message_RB, ctx.dim, ctx.dtype)

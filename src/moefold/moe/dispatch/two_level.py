@@ -4,6 +4,8 @@ The ep group is seen as hosts of ``inside.size`` neighbouring ranks. First a row
 its experts, to the rank there with the same number as its own: one row per token and host crosses, instead of one per
 token and rank. Then it goes on to the ranks of that host that hold its experts. On the way back each host sums its
 ranks' outputs before one row crosses back. The counts of both exchanges are exchanged first, and read on the host once.
+Between the two exchanges of a way rows are sorted, or summed, once more: this part of the local work stays between them
+on the communication stream.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ from moefold.moe.dedup_permute import TokenRankMap, token_rank_mask
 from moefold.moe.dispatch.base import (
     AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
+    Dispatcher,
     ExchangedRows,
     ExchangeName,
     ExpertInput,
+    HostRows,
     Routing,
     RowCodecs,
     SplitSizeSource,
     counts_of,
     row_codecs,
 )
-from moefold.moe.dispatch.deduplicated import DedupExchange, Splits
+from moefold.moe.dispatch.deduplicated import DedupExchange, Rows, Splits
 
 
 class _Ticket(NamedTuple):
@@ -36,7 +40,23 @@ class _Ticket(NamedTuple):
     inside: tuple[Splits, TokenRankMap]
 
 
-class TwoLevelDispatcher:
+class _Counts(NamedTuple):
+    """``mask_tH``: whether a token goes to each host; ``inside``: counts of the second exchange."""
+
+    mask_tH: Tensor
+    inside: ExchangedRows
+    on_host: dict[ExchangeName, HostRows]
+
+
+class _InFlight(NamedTuple):
+    """``crossed``: what the way back needs of the first exchange, once it is over."""
+
+    rows: Rows
+    counts: _Counts
+    crossed: tuple[Splits, TokenRankMap] | None = None
+
+
+class TwoLevelDispatcher(Dispatcher):
     """``across``: the ranks with this rank's number on every host; ``inside``: those of this host."""
 
     def __init__(
@@ -54,21 +74,11 @@ class TwoLevelDispatcher:
         self.inside = DedupExchange("inside", num_experts // across.size, inside, etp, codecs)
         self.num_experts, self.host = num_experts, host
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        across, inside = self.across, self.inside
-        mask_tH, counts = self._exchange_counts(routing)
-        on_host = self.host.exchanged_once(counts)
-        crossed = across.dispatch(x_tL, routing, mask_tH, on_host["across"])
-        mask_RW = inside.mask_of(crossed.assignments)
-        received = inside.dispatch(crossed.rows_RL, crossed.assignments, mask_RW, on_host["inside"])
-        ticket = _Ticket((crossed.splits, crossed.token_rank_map), (received.splits, received.token_rank_map))
-        return received.expert_input(counts["inside"], on_host["inside"], ticket)
-
-    def _exchange_counts(self, routing: Routing) -> tuple[Tensor, dict[ExchangeName, ExchangedRows]]:
+    def dispatch_counts(self, routing: Routing) -> _Counts:
         """Of both exchanges, before anything is read on the host.
 
         A rank tells every host how many of its tokens go to each rank there. The rank that receives them knows then how
-        many rows it will pass on, before it has them. Also returned: whether a token goes to each host.
+        many rows it will pass on, before it has them.
         """
         hosts, ranks = self.across.group.size, self.inside.group.size
         mask_tW = token_rank_mask(routing.experts // self.inside.num_local, routing.kept, hosts * ranks)
@@ -80,10 +90,32 @@ class TwoLevelDispatcher:
         _, passed_on_W, per_expert = across.arriving_WX.sum(0).split([1, ranks, self.inside.num_experts])
         inside = self.inside.exchange_counts(passed_on_W, per_expert.view(ranks, -1))
         # Of the first exchange the host needs the row counts only.
-        return mask_tH, {"across": across._replace(arriving_WX=across.arriving_WX[:, :1]), "inside": inside}
+        crossing = across._replace(arriving_WX=across.arriving_WX[:, :1])
+        return _Counts(mask_tH, inside, self.host.exchanged_once({"across": crossing, "inside": inside}))
 
-    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        return self.across.combine(self.inside.combine(expert_out_RL, *ticket.inside), *ticket.across)
+    def dispatch_prepare(self, x_tL: Tensor, routing: Routing, counts: _Counts) -> _InFlight:
+        return _InFlight(self.across.prepare(x_tL, routing, counts.mask_tH, counts.on_host["across"]), counts)
+
+    def dispatch_exchange(self, sent: _InFlight) -> _InFlight:
+        crossed, inside = self.across.finish(self.across.exchange(sent.rows)), self.inside
+        mask_RW = inside.mask_of(crossed.assignments)
+        rows = inside.prepare(crossed.rows_RL, crossed.assignments, mask_RW, sent.counts.on_host["inside"])
+        return _InFlight(inside.exchange(rows), sent.counts, (crossed.splits, crossed.token_rank_map))
+
+    def dispatch_finish(self, received: _InFlight) -> ExpertInput:
+        rows, (_, counts, on_host) = self.inside.finish(received.rows), received.counts
+        assert received.crossed is not None
+        ticket = _Ticket(received.crossed, (rows.splits, rows.token_rank_map))
+        return rows.expert_input(counts, on_host["inside"], ticket)
+
+    def combine_exchange(self, rows_RL: Tensor, ticket: _Ticket) -> Tensor:
+        (across, _), (inside, sent_inside) = ticket.across, ticket.inside
+        on_host_RL = self.inside.finish_back(self.inside.exchange_back(rows_RL, inside), sent_inside)
+        return self.across.exchange_back(on_host_RL, across)
+
+    def combine_finish(self, rows_NL: Tensor, ticket: _Ticket) -> Tensor:
+        _, sent = ticket.across
+        return self.across.finish_back(rows_NL, sent)
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> TwoLevelDispatcher:

@@ -1,9 +1,9 @@
 """Statistics that balance losses need of a microbatch, in one read of the logits.
 
-A program sums its own tokens and writes one row per set of tokens; the rows of all programs are summed afterwards, in
-their order. No program adds to memory that another one writes, so the same logits give the same bits. The tokens of a
-set are mostly contiguous: a program visits only the sets from its lowest to its highest. Backward recomputes the
-probabilities.
+Every program sums its own tokens and writes a row per set of tokens, the sum of z after those of the experts; the rows
+of all programs are summed afterwards, in their order. No program adds to memory that another one writes, so the same
+logits give the same bits. The tokens of a set are mostly contiguous: a program visits only the sets from its lowest to
+its highest, and rows of the others are zero before. Backward recomputes the probabilities.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _log_sum_exp(logit_nm):
 
 @triton.jit
 def _sum_stats(
-    logits_tE, expert_tK, set_t, count_BQE, prob_BQE, z_BQ, num_tokens, num_sets,
+    logits_tE, expert_tK, set_t, count_BQE, sum_BQE1, num_tokens, num_sets,
     E: tl.constexpr, E_POW2: tl.constexpr, K: tl.constexpr, SETS: tl.constexpr, SOFTMAX: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -77,16 +77,20 @@ def _sum_stats(
                 count_m += tl.sum(hit_nm.to(tl.int32), 0)
         row = tl.program_id(0).to(tl.int64) * num_sets + which
         tl.store(count_BQE + row * E + expert_m, count_m, mask=inside_m)
-        tl.store(prob_BQE + row * E + expert_m, sum_m, mask=inside_m)
-        tl.store(z_BQ + row, tl.sum(z_n, 0))
+        tl.store(sum_BQE1 + row * (E + 1) + expert_m, sum_m, mask=inside_m)
+        tl.store(sum_BQE1 + row * (E + 1) + E, tl.sum(z_n, 0))
 
 
 @triton.jit
 def _sum_stats_backward(
     logits_tE, set_t, grad_prob_QE, grad_z_Q, grad_logits_tE, num_tokens,
     E: tl.constexpr, E_POW2: tl.constexpr, SETS: tl.constexpr, SOFTMAX: tl.constexpr, BLOCK_N: tl.constexpr,
+    PROB: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """With p = s / sum(s): ds = (g - sum(g p)) / sum(s); and d lse = softmax."""
+    """With p = s / sum(s): ds = (g - sum(g p)) / sum(s); and d lse = softmax.
+
+    A loss asked for the first with PROB, for the second with Z.
+    """
     expert_m = tl.arange(0, E_POW2)
     inside_m = expert_m < E
     token_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,16 +99,19 @@ def _sum_stats_backward(
     real_n = which_n >= 0
     place_nm = row_n[:, None] * E + expert_m[None, :]
     logit_nm = tl.load(logits_tE + place_nm, mask=inside_m[None, :], other=-float("inf")).to(tl.float32)
-    grad_place_nm = which_n[:, None] * E + expert_m[None, :]
-    grad_nm = tl.load(grad_prob_QE + grad_place_nm, mask=real_n[:, None] & inside_m[None, :], other=0.0)
-    grad_z_n = tl.load(grad_z_Q + which_n, mask=real_n, other=0.0)
-    score_nm, total_n = _probabilities(logit_nm, SOFTMAX)
-    p_nm = score_nm / total_n[:, None]
-    out_nm = p_nm * (grad_nm - tl.sum(grad_nm * p_nm, 1)[:, None])
-    if not SOFTMAX:
-        out_nm = out_nm * (1.0 - score_nm)
-    lse_n = _log_sum_exp(logit_nm)
-    out_nm += (2.0 * grad_z_n * lse_n)[:, None] * tl.exp(logit_nm - lse_n[:, None])
+    out_nm = tl.zeros_like(logit_nm)
+    if PROB:
+        grad_place_nm = which_n[:, None] * E + expert_m[None, :]
+        grad_nm = tl.load(grad_prob_QE + grad_place_nm, mask=real_n[:, None] & inside_m[None, :], other=0.0)
+        score_nm, total_n = _probabilities(logit_nm, SOFTMAX)
+        p_nm = score_nm / total_n[:, None]
+        out_nm = p_nm * (grad_nm - tl.sum(grad_nm * p_nm, 1)[:, None])
+        if not SOFTMAX:
+            out_nm = out_nm * (1.0 - score_nm)
+    if Z:
+        grad_z_n = tl.load(grad_z_Q + which_n, mask=real_n, other=0.0)
+        lse_n = _log_sum_exp(logit_nm)
+        out_nm += (2.0 * grad_z_n * lse_n)[:, None] * tl.exp(logit_nm - lse_n[:, None])
     inside_nm = (token_n < num_tokens)[:, None] & inside_m[None, :]
     tl.store(grad_logits_tE + place_nm, out_nm.to(grad_logits_tE.dtype.element_ty), mask=inside_nm)
 
@@ -126,26 +133,33 @@ class _BalanceStats(torch.autograd.Function):
         num_tokens, num_experts = logits_tE.shape
         constants = _constants(num_experts, softmax, set_t is not None)
         blocks = triton.cdiv(num_tokens, constants["BLOCK_N"] * TILES)
-        prob_BQE = logits_tE.new_zeros(blocks, num_sets, num_experts, dtype=torch.float32)
-        count_BQE = torch.zeros_like(prob_BQE, dtype=torch.int32)
-        z_BQ = torch.zeros_like(prob_BQE[:, :, 0], memory_format=torch.contiguous_format)
+        # Every program writes the row of an only set.
+        rows = logits_tE.new_empty if set_t is None else logits_tE.new_zeros
+        sum_BQE1 = rows(blocks, num_sets, num_experts + 1, dtype=torch.float32)
+        count_BQE = rows(blocks, num_sets, num_experts, dtype=torch.int32)
         _sum_stats[blocks,](
-            logits_tE, expert_tK, expert_tK if set_t is None else set_t, count_BQE, prob_BQE, z_BQ,
+            logits_tE, expert_tK, expert_tK if set_t is None else set_t, count_BQE, sum_BQE1,
             num_tokens, num_sets, K=expert_tK.shape[1], TILES=TILES, **constants,
         )  # fmt: skip
-        count_QE = count_BQE.sum(0)
+        count_QE, sum_QE1 = count_BQE.sum(0), sum_BQE1.sum(0)
         ctx.mark_non_differentiable(count_QE)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits_tE, set_t)
         ctx.constants = constants
-        return count_QE, prob_BQE.sum(0), z_BQ.sum(0)
+        return count_QE, sum_QE1[:, :-1], sum_QE1[:, -1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, _: None, grad_prob_QE: Tensor | None, grad_z_Q: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
         logits_tE, set_t = ctx.saved_tensors
         grad_logits_tE = torch.empty_like(logits_tE)
+        # What is absent is not read.
+        none, has_prob, has_z = grad_logits_tE, grad_prob_QE is not None, grad_z_Q is not None
         _sum_stats_backward[triton.cdiv(logits_tE.shape[0], ctx.constants["BLOCK_N"]),](
-            logits_tE, grad_logits_tE if set_t is None else set_t, grads[1].contiguous(), grads[2].contiguous(),
-            grad_logits_tE, logits_tE.shape[0], **ctx.constants,
+            logits_tE, none if set_t is None else set_t, none if grad_prob_QE is None else grad_prob_QE.contiguous(),
+            none if grad_z_Q is None else grad_z_Q.contiguous(), grad_logits_tE, logits_tE.shape[0],
+            PROB=has_prob, Z=has_z, **ctx.constants,
         )  # fmt: skip
         return grad_logits_tE, None, None, None, None
 
@@ -174,14 +188,14 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
         Build(
             f"balance statistics, {model}", _sum_stats,
             {"logits_tE": "*fp32", "expert_tK": "*i64", "set_t": "*i64", "count_BQE": "*i32",
-             "prob_BQE": "*fp32", "z_BQ": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
+             "sum_BQE1": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
             {**constants, "K": K, "TILES": TILES}, forward_traffic(E, K), registers=64,
         ),
         Build(
             f"balance statistics backward, {model}", _sum_stats_backward,
             {"logits_tE": "*fp32", "set_t": "*i64", "grad_prob_QE": "*fp32", "grad_z_Q": "*fp32",
              "grad_logits_tE": "*fp32", "num_tokens": "i32"},
-            constants, backward_traffic(E), registers=64,
+            {**constants, "PROB": True, "Z": True}, backward_traffic(E), registers=64,
         ),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
     saved: dict[str, float] = {}
     again = {"attention": 0.0, "feed": 0.0}
     away: dict[tuple[Part, RetainedStep | None], float] = {}
-    kept_feed = kept_experts = 0.0
+    kept_feed = kept_experts = read_last = 0.0
     for row in rows_of(layer, setting.framework):
         size = row_bytes(row, sizes, setting)
         name = f"{row.part}: {row.name}"
@@ -73,6 +73,11 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
             saved[name] = size
             away[row.part, row.step] = away.get((row.part, row.step), 0.0) + size
         else:
+            if row.step in setting.paged:
+                # Read back into a buffer of the worst case when its layer goes backward; its pages stay in the pool.
+                again["feed"] += size
+                read_last += size * (row.step == "rows")
+                size *= setting.page_bound / setting.imbalance
             kept[name] = size
             kept_feed += size * (row.part in ("dense", "moe"))
             kept_experts += size * (row.step in EXPERT_STEPS)
@@ -94,6 +99,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         away_attention=sum(size for (part, _), size in away.items() if part in MIXERS),
         read_at_activation=bool(read & {"activation", "gate_up", "dense"}),
         read_at_first_matrix=bool(read - {"feed_norm", "shared"}),
+        read_last=read_last,
         deferred=deferred - narrower if setting.framework == "moefold" else sum(kept.values()),
     )
 

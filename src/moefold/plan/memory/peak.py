@@ -9,12 +9,14 @@ gradients and what is recomputed. Pipeline ranks differ in all of this, so each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 from operator import mul
 from typing import NamedTuple
 
-from moefold.blueprint.model_shape import Layer, ModelShape
+from moefold.blueprint.model_shape import Layer, ModelShape, MoE
+from moefold.plan.echo_cost import clone_bytes
+from moefold.plan.memory.graph_buffers import graph_lines
 from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
@@ -32,6 +34,7 @@ from moefold.plan.stage_contents import StageContents, stages_of_shape, written_
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
+from moefold.units import format_bytes
 
 # Labels of GPUs count memory in units of 2**30, and the driver keeps a little of it.
 LABEL_UNIT = 2**30
@@ -70,9 +73,22 @@ class _RankShape:
     # Of what deferred weight gradients hold.
     deferred_bytes: tuple[float, ...]
 
-    def stage_bytes(self, tokens: float) -> tuple[float, ...]:
+    def stage_bytes(self, workload: Workload) -> tuple[float, ...]:
         """Per stage, and then per stage what its deferred weight gradients hold."""
-        return tuple(tokens * each for each in (*self.token_bytes, *self.deferred_bytes))
+        tokens, clones = workload.context_tokens, clone_bytes(workload.run)
+        held = zip(self.token_bytes, self.moe_layers)
+        return (
+            *(tokens * each + clones * layers for each, layers in held),
+            *(tokens * each for each in self.deferred_bytes),
+        )
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(
+            sum(count for layer, _, count in parts if layer is not None and isinstance(layer.feed, MoE))
+            for parts in self.parts
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ def _fullest_rank(workload: Workload, limit: float) -> _Fullest | float:
         shape = _rank_shape_of(workload, rank, setting)
         if id(shape) not in states:
             states[id(shape)] = state_lines(workload, shape.weights) + gathered_lines(workload, shape.weights)
-        alive = _fullest_moment(workload, rank, shape.stage_bytes(workload.context_tokens))
+        alive = _fullest_moment(workload, rank, shape.stage_bytes(workload))
         known = sum(line.bytes for line in states[id(shape)]) + alive.bytes
         if (least := known * (1 + FRAGMENTATION) + RUNTIME_BYTES) > limit:
             return least
@@ -124,15 +140,16 @@ def _fullest_rank(workload: Workload, limit: float) -> _Fullest | float:
     found: dict[int, list[MemoryLine]] = {}
     totals = []
     for rank, (shape, alive) in enumerate(zip(shapes, live)):
-        if id(shape) not in rest:
-            found[rank] = _lines(workload, shape, setting, states[id(shape)], alive.moment)
+        # Slots of graphs are those of the rank.
+        if id(shape) not in rest or workload.run.kernels.graphs == "partial":
+            found[rank] = _lines(workload, rank, shape, setting, states[id(shape)], alive.moment)
             rest[id(shape)] = sum(line.bytes for line in found[rank]) - alive.bytes * (1 + FRAGMENTATION)
         totals.append(rest[id(shape)] + alive.bytes * (1 + FRAGMENTATION))
         if totals[-1] > limit:
             return totals[-1]
     rank = max(ranks, key=totals.__getitem__)
     shape = shapes[rank]
-    lines = found.get(rank) or _lines(workload, shape, setting, states[id(shape)], live[rank].moment)
+    lines = found.get(rank) or _lines(workload, rank, shape, setting, states[id(shape)], live[rank].moment)
     return _Fullest(rank, lines, tuple(totals))
 
 
@@ -141,8 +158,8 @@ def memory_at(workload: Workload, pipeline_rank: int) -> MemoryPrediction:
     setting = setting_of(workload)
     shape = _rank_shape_of(workload, pipeline_rank, setting)
     states = state_lines(workload, shape.weights) + gathered_lines(workload, shape.weights)
-    alive = _fullest_moment(workload, pipeline_rank, shape.stage_bytes(workload.context_tokens))
-    lines = _lines(workload, shape, setting, states, alive.moment)
+    alive = _fullest_moment(workload, pipeline_rank, shape.stage_bytes(workload))
+    lines = _lines(workload, pipeline_rank, shape, setting, states, alive.moment)
     return MemoryPrediction(tuple(lines), usable_bytes(workload), pipeline_rank)
 
 
@@ -151,12 +168,13 @@ def usable_bytes(workload: Workload) -> float:
 
 
 def _lines(
-    workload: Workload, shape: _RankShape, setting: Setting, states: list[MemoryLine], moment: Moment
+    workload: Workload, rank: int, shape: _RankShape, setting: Setting, states: list[MemoryLine], moment: Moment
 ) -> list[MemoryLine]:
     """All of a rank. What it holds for the whole step and the moment with most activations are known already."""
     lines = [
         *states,
         *_activation_lines(workload, shape, setting, moment),
+        *_graph_lines(workload, rank, shape, moment),
         *workspace_lines(workload, shape.stages, shape.weights, setting),
     ]
     lines += _ends_lines(workload, shape.weights, lines)
@@ -271,6 +289,7 @@ def _activation_lines(workload: Workload, shape: _RankShape, setting: Setting, m
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
     lines = _pair_lines(workload, shape, tokens) + _deferred_lines(shape, moment, tokens)
+    lines += _clone_lines(workload, shape, moment)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
@@ -280,11 +299,24 @@ def _activation_lines(workload: Workload, shape: _RankShape, setting: Setting, m
     return lines
 
 
+def _graph_lines(workload: Workload, rank: int, shape: _RankShape, moment: Moment) -> list[MemoryLine]:
+    parallel, tokens = workload.parallel, workload.context_tokens
+    every = moments(parallel.schedule, parallel.pp, parallel.vpp, workload.microbatches)[rank]
+    return graph_lines(workload, shape.stages, [tokens * each for each in shape.token_bytes], moment, every)
+
+
 def _deferred_lines(shape: _RankShape, moment: Moment, tokens: float) -> list[MemoryLine]:
     waiting = moment[len(shape.parts) :]
     size = tokens * sum(count * each for count, each in zip(waiting, shape.deferred_bytes))
     why = f"inputs and output gradients of matmuls, of {sum(waiting)} (stage, microbatch) pairs"
     return [MemoryLine("activations", "deferred weight gradients", size, why)] if size else []
+
+
+def _clone_lines(workload: Workload, shape: _RankShape, moment: Moment) -> list[MemoryLine]:
+    """All slots may have a clone, in each layer whose backward is to come."""
+    each, layers = clone_bytes(workload.run), sum(map(mul, moment, shape.moe_layers))
+    why = f"{layers} MoE layers of live microbatches, {format_bytes(each)} in the spare slots of each"
+    return [MemoryLine("activations", "clones of hot experts", each * layers, why)] if each * layers else []
 
 
 def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:

@@ -129,6 +129,9 @@ class Setting:
     discarded: frozenset[RetainedStep] = frozenset()
     # Steps whose outputs are kept as weight gradients read them (`operand`).
     quantized: frozenset[RetainedStep] = frozenset()
+    # Steps of which the rows that are there are kept in pages, and for how many times an even routing.
+    paged: frozenset[RetainedStep] = frozenset()
+    page_bound: float = 1.0
     # Ranks of experts, where tokens come once per rank and their rows are recomputed; else 1.
     ep: int = 1
 
@@ -168,6 +171,8 @@ class Kept:
     away_attention: float = 0.0
     read_at_activation: bool = False
     read_at_first_matrix: bool = False
+    # Of `again_feed`, rows that are read from their pages by the first matrix, and not before.
+    read_last: float = 0.0
     # What deferred weight gradients hold: inputs of matmuls and gradients of their outputs.
     deferred: float = 0.0
 
@@ -205,11 +210,13 @@ def setting_of(workload: Workload) -> Setting:
             offloaded=frozenset(workload.run.memory.offload) | workload.retained("offload"),
             length=workload.run.data.seq_len,
             sequences=workload.run.data.micro_batch if workload.is_own else 1,
-            imbalance=workload.imbalance * workload.row_padding,
+            imbalance=workload.row_buffer * workload.row_padding,
             offloaded_share=min(1.0, away),
             on=frozenset(on),
             discarded=workload.retained("discard"),
             quantized=workload.retained("quantize"),
+            paged=workload.retained("page"),
+            page_bound=workload.run.memory.page_bound * (1 - workload.run.memory.page_spill),
             ep=parallel.ep if workload.is_own and _comes_once(workload) else 1,
         )
     )

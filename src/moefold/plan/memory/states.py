@@ -197,7 +197,7 @@ def workload_reshards_per_step(workload: Workload) -> bool:
     own = workload.is_own
     return (own or parallel.sharding == "fsdp") and reshard_per_step(
         parallel.pp * parallel.vpp,
-        overlaps=own and workload.ep_overlap,
+        overlaps=own and (workload.ep_overlap or parallel.exchange_chunks > 1),
         splits_backward=own and workload.delay_wgrad,
     )
 

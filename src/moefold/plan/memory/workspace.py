@@ -318,13 +318,14 @@ def _inside_feed(
     parallel, feed, tokens = workload.parallel, layer.feed, workload.context_tokens
     word, wide = workload.word, workload.gradient_bytes * by_layer
     if isinstance(feed, MoE):
-        rows = tokens / parallel.tp * feed.top_k * workload.imbalance * workload.row_padding
+        rows = tokens / parallel.tp * feed.top_k * workload.row_buffer * workload.row_padding
         dim = feed.latent or workload.model.dim
         inner, passed = rows * feed.dim, rows * dim * parallel.etp * word
         first = feed.experts / parallel.ep * 2 * feed.dim * dim / parallel.etp
         # The activation: the gradient of its output, also wide, and of both halves of its input, silu and two products,
         # of which one is wide; its output is freed.
-        activation = inner * (4 * word + (8.0 if word < 4.0 else 4.0)), first / 2 * wide, kept.read_at_activation
+        rows_at_activation = inner * (4 * word + (8.0 if word < 4.0 else 4.0)) - kept.read_last * tokens
+        activation = rows_at_activation, first / 2 * wide, kept.read_at_activation
         # The first matrix: the gradients of its input and its output and its own; and then the latter as it is summed.
         is_read = kept.read_at_first_matrix
         matrix = passed - inner * word, first * word + first / 2 * wide, is_read

@@ -20,7 +20,7 @@ from moefold.blueprint.stages import parse_stages
 from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig, OffloadedActivation, Recomputed
 from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
-from moefold.config.precision import ComputeFormat, Graphs, KernelsConfig, PrecisionConfig
+from moefold.config.precision import ComputeFormat, Graphs, GraphScope, KernelsConfig, PrecisionConfig
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster, gpu_named
@@ -75,7 +75,7 @@ def workload_of_record(record: Record) -> Workload:
         model=nearest_config(shape, drops=_drops(flags)),
         parallel=_parallel(record),
         precision=_precision(record, framework.name),
-        kernels=KernelsConfig(graphs=_graphs(flags)),
+        kernels=KernelsConfig(graphs=_graphs(flags), graph_scope=_graph_scope(flags)),
         data=DataConfig(record["seq_len"], record["gbs"], record.get("mbs") or 1),
         memory=_memory(flags),
     )
@@ -232,7 +232,6 @@ def _framework(record: Record) -> Framework:
         tp_overlap=_tensor_overlap(record, flags),
         gradient_overlap=flags.get("overlap_grad_reduce") is not False
         and "overlap paths disabled" not in str(flags.get("system")),
-        graph_parts=frozenset(_names(flags.get("cuda_graph_scope"))),
         paged_stash=bool(flags.get("paged_stash")),
     )
 
@@ -266,6 +265,11 @@ def _graphs(flags: Record) -> Graphs:
         # Fixed shapes: these recipes record whole layers.
         return "full"
     return "partial" if implementation not in (None, "none") or _names(scope) else "none"
+
+
+def _graph_scope(flags: Record) -> tuple[GraphScope, ...]:
+    named = _names(flags.get("cuda_graph_scope"))
+    return tuple(scope for scope in get_args(GraphScope) if scope in named)
 
 
 def _date(text: object) -> float:

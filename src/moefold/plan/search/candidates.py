@@ -3,24 +3,20 @@
 Legality is divisibility, by the rules of `checks` applied to shapes instead of runs: heads over tp, experts over ep,
 experts' hidden dims over etp, the batch over microbatches and data-parallel ranks, the two grids over the same ranks,
 and a schedule that exists. `why_illegal` gives the rule in words, so that a search that finds nothing can say why.
-
-`layouts` lists the coarse candidates from which a search starts. It leaves out what another candidate dominates: stages
-that only repeat the depth of fewer ones, and experts sharded by etp where ep could distribute them whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, product
 from math import gcd
 from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.memory import MemoryConfig, Recomputed
-from moefold.config.parallel import Overlap, Sharding
-from moefold.config.precision import Graphs
+from moefold.config.parallel import EchoConfig, Overlap, Sharding
+from moefold.config.precision import Graphs, GraphScope, KernelsConfig
+from moefold.plan.echo_cost import least_rows
 from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
@@ -29,11 +25,9 @@ from moefold.schedule.names import SCHEDULES
 
 # Where several orders would do, the first of these is meant.
 _ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
-_GRAPHED = frozenset({"attn", "moe_router", "moe_preprocess"})
+_GRAPHED: tuple[GraphScope, ...] = ("attn", "moe_router", "moe_preprocess")
 # Grouped GEMMs read rows in pieces of this many elements of two bytes.
 _ROW = 8
-# Tokens of a sequence that one rank can well hold.
-_LONG = 8192
 
 
 class LayoutChoice(NamedTuple):
@@ -55,6 +49,8 @@ class LayoutChoice(NamedTuple):
     sharding: Sharding
     replicate: int
     savings: Savings = NONE
+    # Spare slots of `parallel.echo`; 0: no clones.
+    clones: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,18 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
             return "interleaved stages take microbatches in rounds of pp"
     if choice.ep_overlap and choice.ep * choice.etp == 1:
         return "there is no dispatch to overlap"
+    if choice.clones and (reason := _why_no_clones(choice, limits)):
+        return reason
     return None if order_of_choice(choice, limits, space) else "no order of microbatches does this"
+
+
+def _why_no_clones(choice: LayoutChoice, limits: Limits) -> str | None:
+    """The rules of `checks/echo.py`."""
+    if not limits.ours or choice.ep == 1:
+        return "experts are cloned on other ranks of their ep group"
+    if choice.ep_overlap:
+        return "clones travel on the stream that overlapped dispatch would use"
+    return None if choice.format in ("bfloat16", "float16", "float32") else "clones are sent wide"
 
 
 def microbatches_of(choice: LayoutChoice, limits: Limits) -> int:
@@ -214,25 +221,35 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         edp_replicate=choice.replicate if edp > 1 else 1,
         dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
         ep_inner=_inner(choice, run.parallel.ep_inner, limits.domain),
+        echo=EchoConfig(slots=choice.clones) if choice.clones else None,
     )
     precision = run.precision if choice.format == template.format else in_format(run.precision, choice.format)
     memory = _recomputing(run.memory, choice.recompute)
     if limits.ours:
         memory, precision = with_savings(memory, precision, choice.savings)
-    return Workload(
+    made = Workload(
         run=replace(
             run,
             parallel=parallel,
             data=replace(run.data, micro_batch=choice.sequences, global_batch=limits.sequences),
             precision=precision,
             memory=memory,
-            kernels=run.kernels if choice.graphs == run.kernels.graphs else replace(run.kernels, graphs=choice.graphs),
+            kernels=_launched(run.kernels, choice.graphs),
         ),
         cluster=template.cluster,
         framework=_launching(template.framework, choice.graphs, template.model.is_moe),
         imbalance=template.imbalance,
         shape=template.shape,
     )
+    return _from_break_even(made) if choice.clones else made
+
+
+def _from_break_even(workload: Workload) -> Workload:
+    """No clone for fewer rows than take as long as sending it."""
+    echo = workload.parallel.echo
+    assert echo is not None
+    parallel = replace(workload.parallel, echo=replace(echo, min_rows=least_rows(workload)))
+    return replace(workload, run=replace(workload.run, parallel=parallel))
 
 
 def _overlap(choice: LayoutChoice) -> tuple[Overlap, ...]:
@@ -256,8 +273,12 @@ def _recomputing(memory: MemoryConfig, recompute: Recompute) -> MemoryConfig:
 @lru_cache(maxsize=256)
 def _launching(framework: Framework, graphs: Graphs, is_moe: bool) -> Framework:
     """Graphs of a whole step need rows of experts in places that do not move."""
-    parts = _GRAPHED if graphs == "partial" else frozenset()
-    return replace(framework, graph_parts=parts, paged_stash=graphs == "full" and is_moe)
+    return replace(framework, paged_stash=graphs == "full" and is_moe)
+
+
+@lru_cache(maxsize=256)
+def _launched(kernels: KernelsConfig, graphs: Graphs) -> KernelsConfig:
+    return replace(kernels, graphs=graphs, graph_scope=_GRAPHED if graphs == "partial" else kernels.graph_scope)
 
 
 def choice_of_workload(workload: Workload) -> LayoutChoice:
@@ -280,110 +301,5 @@ def choice_of_workload(workload: Workload) -> LayoutChoice:
         parallel.sharding,
         parallel.dp_replicate,
         savings_of(workload.run) if workload.is_own else NONE,
+        0 if parallel.echo is None else parallel.echo.slots,
     )
-
-
-# ---- enumeration ----
-
-
-def layouts(limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """Coarse candidates: every grid worth trying, with the first value of every option that the grid allows."""
-    for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
-        if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
-            continue
-        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
-            for etp in _worthwhile_widths(ep, limits, space):
-                grid = first_choice(space)._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-                yield from islice(presets(grid, limits, space), 1)
-
-
-def first_choice(space: Space) -> LayoutChoice:
-    return LayoutChoice(*(getattr(space, name)[0] for name in LayoutChoice._fields))
-
-
-def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sequences are cut where they are long, or where there are too few of them for all ranks."""
-    if len(sizes) == 1:
-        return sizes
-    least = max((cp for cp in sizes if cp * _LONG <= limits.seq_len), default=min(sizes))
-    scarce = limits.world > limits.sequences * least
-    return tuple(cp for cp in sizes if cp == least or cp == 2 * least > 2 or (scarce and cp > least))
-
-
-def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """The legal ones of this grid's usual options: with and without overlapped dispatch, deferred weight gradients."""
-    spread = choice.ep * choice.etp > 1
-    local: tuple[Dispatcher, ...] = ("local",)
-    dispatchers = tuple(name for name in space.dispatcher if name != "local") if spread else local
-    for sequences in space.sequences:
-        for overlap in space.ep_overlap:
-            for delay in space.delay_wgrad:
-                for sharding in _usual_shardings(choice, limits, space):
-                    made = choice._replace(
-                        dispatcher=dispatchers[0] if dispatchers else choice.dispatcher,
-                        sequences=sequences,
-                        ep_overlap=overlap,
-                        delay_wgrad=delay,
-                        sharding=sharding,
-                    )
-                    if why_illegal(made, limits, space) is None:
-                        yield made
-
-
-def _usual_shardings(choice: LayoutChoice, limits: Limits, space: Space) -> tuple[Sharding, ...]:
-    """moefold: flat buffers in a pipeline, which gather once per step; the other kind is an option to be varied."""
-    if not limits.ours:
-        return space.sharding
-    flat: tuple[Sharding, ...] = ("flat",)
-    return flat if choice.pp > 1 and "flat" in space.sharding else space.sharding[:1]
-
-
-def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of virtual stages of which each makes the deepest stage shallower than the one before."""
-    if len(virtual) == 1:
-        return virtual
-    if pp == 1:
-        return tuple(vpp for vpp in virtual if vpp == 1)
-    fewest: dict[int, int] = {}
-    for vpp in sorted(virtual):
-        if pp * vpp <= depth + 2:
-            fewest.setdefault(-(-depth // (pp * vpp)), vpp)
-    return tuple(fewest.values())
-
-
-def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]:
-    """etp is tried only where ep cannot distribute experts further, or where the user pins it."""
-    if len(space.etp) == 1 or ep == limits.experts or ep == max(space.ep):
-        return space.etp
-    return tuple(etp for etp in space.etp if etp == 1)
-
-
-def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """Legal candidates that differ in one choice, or in one and what must follow it."""
-    for made in _steps(choice, limits, space):
-        if made != choice and why_illegal(made, limits, space) is None:
-            yield made
-
-
-def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    for name in choice._fields:
-        for value in getattr(space, name) if name != "savings" else ():
-            yield choice._replace(**{name: value})
-    for step in space.savings[1:]:
-        # One more, or one less.
-        less = choice.savings - (step - space.savings[0])
-        # What changes numbers is not worth its speed alone.
-        if less != choice.savings or not any(entry.startswith("precision.moments=") for entry in step):
-            yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
-    for pp in space.pp:
-        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
-            yield choice._replace(pp=pp, vpp=vpp)
-    for ep in space.ep:
-        dispatchers = ("local",) if ep * choice.etp == 1 else space.dispatcher
-        yield choice._replace(ep=ep, dispatcher=dispatchers[0], ep_overlap=choice.ep_overlap and ep > 1)
-    for tp in space.tp:
-        for etp in space.etp:
-            yield choice._replace(tp=tp, etp=etp)
-    for overlap in space.ep_overlap:
-        for delay in space.delay_wgrad:
-            yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)

@@ -27,15 +27,12 @@ from moefold.plan.search.candidates import (
     LayoutChoice,
     Limits,
     choice_of_workload,
-    first_choice,
-    layouts,
     limits_of,
-    neighbours,
-    presets,
     why_illegal,
     workload_of_choice,
 )
 from moefold.plan.search.cheapest_savings import by_price, first_that_fits, ladder, trimmed
+from moefold.plan.search.enumeration import first_choice, layouts, neighbours, presets
 from moefold.plan.search.space import Recompute, Space, usual_space
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
@@ -45,7 +42,7 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
 # How many grids are looked at closer, and how many of those may climb.
 _BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 3, 6
-_OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate")
+_OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate", "clones")
 _ATTENTION: Recompute = frozenset({"attention"})
 # Steps of a climb; each looks at about a hundred neighbours.
 _LONGEST_CLIMB = 8
@@ -169,9 +166,11 @@ class _Looked:
         return self.held[choice] <= self.capacity
 
     def time(self, choice: LayoutChoice) -> Candidate | None:
-        """None if it does not fit."""
+        """None if it does not fit, or has slots in which no clone is worth its exchange."""
         if choice not in self.timed and self.fits(choice):
             workload = self.workload(choice)
+            if choice.clones and not workload.clones.clones:
+                return None
             self.timed[choice] = Candidate(choice, workload, predict_time(workload).step_seconds, self.held[choice])
         return self.timed.get(choice)
 
@@ -297,6 +296,7 @@ def described(choice: LayoutChoice) -> str:
     axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
     sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
     options = [f"mbs{choice.sequences}", choice.format, choice.dispatcher * (choice.dispatcher != "local")]
+    options += [f"{choice.clones} clones a rank" if choice.clones else ""]
     options += ["overlap" * choice.ep_overlap, "delayed wgrad" * choice.delay_wgrad]
     options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
     options += [f"x{choice.replicate} copies" if choice.replicate > 1 else ""]

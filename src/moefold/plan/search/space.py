@@ -73,6 +73,8 @@ class Space:
     replicate: tuple[int, ...]
     # Our own framework: what is always on first, then steps that may be switched on beside it.
     savings: tuple[Savings, ...]
+    # Our own framework: spare slots of each rank for clones of hot experts; 0 is none.
+    clones: tuple[int, ...] = (0,)
     # Orders follow from the other choices; this only says which may come out.
     schedule: tuple[str, ...] = tuple(SCHEDULES)
 
@@ -110,6 +112,7 @@ def usual_space(workload: Workload, recipes: bool = False) -> Space:
         sharding=_shardings(workload, sharded),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
         savings=(savings_of(workload.run), *(step.entries for step in offered(flat))) if ours else (NONE,),
+        clones=_clones(workload),
     )
 
 
@@ -176,8 +179,9 @@ def _value(name: str, word: str) -> object:
         entries = frozenset() if word == "none" else frozenset(word.replace(":", "=").split("+"))
         bad = sorted(entry for entry in entries if entry.partition("=")[0] not in DEFAULTS)
         return _refused(name, bad[0], ("none", *(f"{path}:VALUE" for path in DEFAULTS))) if bad else entries
-    if not (word.isascii() and word.isdigit() and len(word) < 8 and int(word) > 0):
-        return Problem(f"fix {name}", f"{word[:40]!r} is not a size", "use a whole number from 1")
+    least = 0 if name == "clones" else 1
+    if not (word.isascii() and word.isdigit() and len(word) < 8 and int(word) >= least):
+        return Problem(f"fix {name}", f"{word[:40]!r} is not a size", f"use a whole number from {least}")
     return int(word)
 
 
@@ -204,6 +208,12 @@ def _dispatchers(workload: Workload) -> tuple[Dispatcher, ...]:
     if workload.framework.name == "megatron":
         return ("hybridep", "deepep", "all_to_all", "all_gather")
     return ("deepep", "all_to_all")
+
+
+def _clones(workload: Workload) -> tuple[int, ...]:
+    """Where some rank has more rows than the mean; capacities give no rank more."""
+    skewed = workload.is_own and workload.model.is_moe and workload.imbalance > 1 and not workload.drops
+    return (0, 1, 2) if skewed else (0,)
 
 
 def _shardings(workload: Workload, sharded: bool) -> tuple[Sharding, ...]:

@@ -91,6 +91,10 @@ def _about_framework(workload: Workload) -> Iterator[Answer]:
                     f"the dispatcher were {dispatcher}",
                     "framework",
                 )
+    for clones in space.clones:
+        if clones != own.clones:
+            words = f"ranks had {clones} spare slots for hot experts" if clones else "no expert were cloned"
+            yield _changed(workload, own._replace(clones=clones), space, words, "framework")
     for graphs in space.graphs:
         if graphs != own.graphs:
             words = "kernels were launched one by one" if graphs == "none" else f"graphs were {graphs}"

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
+from moefold.blueprint.row_bounds import bounds_rows
 from moefold.config.memory import Recomputed, RetainedStep
-from moefold.config.precision import Graphs
+from moefold.config.precision import Graphs, GraphScope
+from moefold.plan.echo_cost import clone_seconds
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
@@ -30,12 +32,17 @@ from moefold.plan.workload import Workload
 _GRAPHED = 0.06
 _GRAPHED_GAP = 0.5
 # Parts that a partial graph holds, by the names frameworks give them.
-_SCOPES: dict[str, frozenset[str]] = {
+_SCOPES: dict[GraphScope, frozenset[str]] = {
     "attn": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out", "norms"}),
     "mamba": frozenset({"scan_in", "scan", "scan_out"}),
     "moe_router": frozenset({"router", "shared", "shared_activation", "latent"}),
     "moe_preprocess": frozenset({"permutation"}),
     "mlp": frozenset({"feed_forward", "dense_activation"}),
+}
+# moefold's router has no shared expert beside it; both are between exchanges.
+_SCOPES_MOEFOLD: dict[GraphScope, frozenset[str]] = _SCOPES | {
+    "moe_router": frozenset({"router"}),
+    "moe": frozenset({"permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
 }
 # What a recompute option runs forward once more.
 _AGAIN: dict[str, frozenset[str]] = {
@@ -142,15 +149,14 @@ class Launched(NamedTuple):
     is_own: bool
     recompute: frozenset[Recomputed]
     graphs: Graphs
-    graph_parts: frozenset[str]
+    graph_scope: tuple[GraphScope, ...]
     discarded: frozenset[RetainedStep] = frozenset()
 
 
 def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
-    graphs, parts = workload.run.kernels.graphs, workload.framework.graph_parts
-    return loads(
-        layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts, workload.retained("discard"))
-    )
+    kernels, discarded = workload.run.kernels, workload.retained("discard")
+    launched = Launched(workload.is_own, workload.recompute, kernels.graphs, kernels.graph_scope, discarded)
+    return loads(layer, sizes, launched)
 
 
 # What comes after the host knows how many rows travel.
@@ -196,7 +202,31 @@ def _recomputed_steps(launched: Launched) -> dict[str, float]:
 def _graphed(launched: Launched) -> frozenset[str]:
     if launched.graphs != "partial":
         return frozenset()
-    return frozenset().union(*(_SCOPES.get(name, frozenset()) for name in launched.graph_parts))
+    scopes = _SCOPES_MOEFOLD if launched.is_own else _SCOPES
+    return frozenset().union(*(scopes.get(name, frozenset()) for name in launched.graph_scope))
+
+
+_SHARED, _EXPERTS = ("shared", "shared_activation"), ("experts", "activation")
+
+
+def _work_of(names: tuple[str, ...], layer: Layer, sizes: Sizes) -> tuple[Work, Work]:
+    """Of these parts: forward, and backward."""
+    parts = [part for part in parts_of(layer, sizes) if part.name in names]
+    return sum((part.forward for part in parts), Work()), sum((part.backward for part in parts), Work())
+
+
+def exposed_exchanges(exchange: float, experts: float, before: float, after: float, chunks: int) -> float:
+    """Seconds of dispatch and combine, ``exchange`` each, in which a layer computes nothing.
+
+    Their chunks follow each other on one stream, all of dispatch first. The experts compute each when it has arrived,
+    ``experts`` seconds in all; something else computes for ``before`` seconds while the first chunks come, and for
+    ``after`` seconds while the last ones go back.
+    """
+    free, sent = before, exchange
+    for chunk in range(1, chunks + 1):
+        free = max(free, chunk * exchange / chunks) + experts / chunks
+        sent = max(sent, free) + exchange / chunks
+    return max(free + after, sent) - (before + experts + after)
 
 
 def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
@@ -207,6 +237,9 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     one_dispatch = dispatch_seconds(dispatch_bytes(workload, moe), workload, c) if moe else 0.0
     repeated = 1.0 if again or "experts" in workload.recompute else 0.0
     hide = c.expert_hidden if workload.ep_overlap else 0.0
+    chunks = workload.parallel.exchange_chunks
+    shared = _work_of(_SHARED, layer, sizes) if "shared_experts" in workload.parallel.overlap else None
+    experts_work = _work_of(_EXPERTS, layer, sizes)
     tensor = _tensor(workload, layer, c)
     exposed = c.tensor_hidden if workload.framework.tp_overlap else c.tensor_exposed
     context = _context(workload, layer, c) * c.context_exposed
@@ -218,18 +251,26 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         moving = rates.moving(load.work) + gap * load.work.kernels
         host = rates.launch * load.launches + rates.loop * load.loops
         expert, ring_time = dispatches * one_dispatch, gathers * tensor
-        shown = (1 - hide) * expert + exposed * ring_time + rings * context
-        lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
+        hidden = hide * expert
+        if dispatches and (shared is not None or chunks > 1):
+            # Of a shared expert, two thirds are its first matmul and one third its second. Backward is the mirror.
+            beside = 0.0 if shared is None else rates.compute(shared[back], backward=back)
+            halves = (beside / 3, beside * 2 / 3) if back else (beside * 2 / 3, beside / 3)
+            experts = rates.compute(experts_work[back], backward=back)
+            bare = exposed_exchanges(one_dispatch, experts, *halves, chunks)
+            hidden = max(hidden, c.expert_hidden * (2 * one_dispatch - bare))
+        shown = expert - hidden + exposed * ring_time + rings * context
+        lost = c.contention * (hidden + (1 - exposed) * ring_time)
         gpu_seconds = compute + moving + shown + lost
         return Seconds(
             compute + lost,
             moving,
             slower(gpu_seconds, host) - gpu_seconds + waits * sync,
             exposed * ring_time,
-            (1 - hide) * expert,
+            expert - hidden,
             rings * context,
             hidden_tensor=(1 - exposed) * ring_time,
-            hidden_expert=hide * expert,
+            hidden_expert=hidden,
         )
 
     if sync:
@@ -241,6 +282,9 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
+    if clones := clone_seconds(workload, moe, c):
+        sent, back = Seconds(expert=clones), Seconds(expert=(1 + repeated) * clones)
+        passes = Passes(passes.forward.plus(sent), passes.backward.plus(back))
     if workload.retained("offload"):
         passes = _with_offload(workload, layer, passes)
     return _with_sharding(workload, layer, passes, c) if shards_by_layer(workload) else passes
@@ -275,8 +319,8 @@ def part_passes(part: Part, rates: Rates) -> Passes:
 
 
 def _sync(workload: Workload, moe: MoE | None, c: Constants) -> float:
-    """Dropless dispatch reads row counts back to the host, unless the kernels need no counts there."""
-    if moe is None or workload.run.kernels.graphs == "full" or workload.drops:
+    """Dropless dispatch reads row counts back to the host, unless buffers or kernels need no counts there."""
+    if moe is None or workload.run.kernels.graphs == "full" or workload.drops or bounds_rows(workload.run):
         return 0.0
     once = workload.framework.name == "moefold" or workload.dispatcher in ("deepep", "hybridep")
     return c.sync_us * 1e-6 * (1.0 if once else 2.0)

@@ -160,8 +160,10 @@ def reduction_on_machine(workload: Workload, machine: Machine, dense: float, exp
 
 
 def fixed_on_machine(workload: Workload, machine: Machine) -> float:
+    """Small sums over all ranks, and what the host does beside the step."""
     world = workload.cluster.num_gpus
-    return machine.seconds("sum", 0.0, world, world, _SUMS) if world > 1 else 0.0
+    sums = machine.seconds("sum", 0.0, world, world, _SUMS) if world > 1 else 0.0
+    return sums + machine.host_ms * 1e-3
 
 
 def stretch(per_rank: list[float], bubble: float, microbatches: int, slowdown: float) -> float:

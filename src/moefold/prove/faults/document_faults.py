@@ -80,9 +80,9 @@ def convolution_reaches_into_the_document_before() -> None:
 
 def convolution_of_the_first_rank_s_heads() -> None:
     def make(own_taps: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def first(self: GatedDeltaNet) -> Tensor:
+        def first(self: GatedDeltaNet, conv_XY: Tensor) -> Tensor:
             keys = self.config.num_key_heads * self.config.key_dim
-            parts = self.conv.split((keys, keys, len(self.conv) - 2 * keys))
+            parts = conv_XY.split((keys, keys, len(conv_XY) - 2 * keys))
             return torch.cat([part[: self.tokens.head_rows(len(part)).stop // (1 + _tp_index(self))] for part in parts])
 
         return first

@@ -23,7 +23,7 @@ import moefold.pipeline.step
 from moefold.config.moe import RouterConfig
 from moefold.model.decoder import Decoder, DecoderOutput, HiddenState
 from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.deduplicated import DedupExchange, Received, Splits
+from moefold.moe.dispatch.deduplicated import DedupExchange, Received, Rows
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.moe.topk import score
@@ -31,7 +31,7 @@ from moefold.nn.batch import Batch
 from moefold.nn.matmul_policy import Gradient, WeightGradQueue
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard
-from moefold.pipeline.pipeline_state import PipelineState
+from moefold.pipeline.pipeline_state import PipelineState, StepSums
 from moefold.prove.faults.parallel_faults import put, wrap
 from moefold.schedule.actions import Action, Kind
 
@@ -39,9 +39,9 @@ from moefold.schedule.actions import Action, Kind
 
 
 def one_assignment_per_row() -> None:
-    def make(dispatch: Callable[..., Received]) -> Callable[..., Received]:
-        def first_assignment_only(self: DedupExchange, *given: Any) -> Received:
-            received = dispatch(self, *given)
+    def make(finish: Callable[..., Received]) -> Callable[..., Received]:
+        def first_assignment_only(self: DedupExchange, rows: Rows) -> Received:
+            received = finish(self, rows)
             if self.name == "across":
                 return received
             prob_RK, kept_RK = received.assignments.probs, received.assignments.kept
@@ -51,7 +51,7 @@ def one_assignment_per_row() -> None:
 
         return first_assignment_only
 
-    wrap(DedupExchange, "dispatch", make)
+    wrap(DedupExchange, "finish", make)
 
 
 def _first_pair(rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
@@ -71,18 +71,13 @@ def probs_gradient_of_one_rank() -> None:
 
 
 def hosts_not_summed() -> None:
-    def make(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def first_host(self: DedupExchange, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
-            if self.name != "across":
-                return combine(self, expert_out_RL, splits, sent)
-            back_NL = moefold.moe.dispatch.deduplicated.all_to_all_rows(
-                expert_out_RL, send=splits.recv, recv=splits.send, group=self.group
-            )
-            return _first_pair(back_NL, sent)
+    def make(finish: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def first_host(self: DedupExchange, rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
+            return _first_pair(rows_NL, sent) if self.name == "across" else finish(self, rows_NL, sent)
 
         return first_host
 
-    wrap(DedupExchange, "combine", make)
+    wrap(DedupExchange, "finish_back", make)
 
 
 # ---- routing rules ----
@@ -171,8 +166,17 @@ def weight_gradients_of_a_microbatch_added_twice() -> None:
 
 
 def weight_gradients_of_overlapped_pairs_lost() -> None:
-    """Weight gradients of an overlapped pair are queued under a key of their own, not under a microbatch's."""
-    _defer(0, lambda key: not isinstance(key, tuple))
+    """Weight gradients of overlapped backwards are queued under keys of their own, not under a microbatch's. Those of
+    the first are there: a parameter without any gradient ends the step."""
+    first: list[object] = []
+
+    def is_later(key: object) -> bool:
+        if isinstance(key, tuple):
+            return False
+        first.append(key)
+        return key is not first[0]
+
+    _defer(0, is_later)
 
 
 def _received_gradients(change: Callable[[Action, Gradients], Gradients]) -> None:
@@ -230,6 +234,38 @@ def balance_of_middle_stages_forgotten() -> None:
         wrap(owner, "objective_of", make)
 
 
+def balance_of_another_layer() -> None:
+    """Rows of balance losses are numbered from 0 in every stage."""
+
+    def make(add_sums: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        def from_zero(sums: StepSums, local_model: LocalModel, output: DecoderOutput, batch: Batch) -> StepSums:
+            renumbered = tuple((row, report) for row, (_, report) in enumerate(output.reports))
+            wrong = add_sums(sums, local_model, output._replace(reports=renumbered), batch)
+            return add_sums(sums, local_model, output, batch)._replace(balance_M5=wrong.balance_M5)
+
+        return from_zero
+
+    wrap(moefold.pipeline.runtime, "add_sums", make)
+
+
+def balance_of_the_last_microbatch() -> None:
+    def make(add_sums: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        def not_added(sums: StepSums, *rest: Any) -> StepSums:
+            alone = sums._replace(balance_M5=torch.zeros_like(sums.balance_M5))
+            return add_sums(sums, *rest)._replace(balance_M5=add_sums(alone, *rest).balance_M5)
+
+        return not_added
+
+    wrap(moefold.pipeline.runtime, "add_sums", make)
+
+
+def balance_of_this_rank_only() -> None:
+    def make(over_ranks: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        return lambda sums, groups: over_ranks(sums, groups)._replace(balance_M5=sums.balance_M5)
+
+    wrap(moefold.pipeline.step, "over_ranks", make)
+
+
 def earlier_counts_of_another_layer() -> None:
     def make(row: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, name, earlier_ME: row(self, name, None if earlier_ME is None else earlier_ME.roll(1, 0))
@@ -240,9 +276,9 @@ def earlier_counts_of_another_layer() -> None:
 def mtp_losses_summed_not_averaged() -> None:
     def make(losses_of: Callable[..., Any]) -> Callable[..., Any]:
         def added(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Any:
-            loss, ahead, balance = losses_of(local_model, output, batch)
-            return loss, None if ahead is None else ahead * local_model.run.model.num_mtp, balance
+            loss, ahead = losses_of(local_model, output, batch)
+            return loss, None if ahead is None else ahead * local_model.run.model.num_mtp
 
         return added
 
-    wrap(moefold.pipeline.pipeline_state, "losses_of", make)
+    wrap(moefold.pipeline.pipeline_state, "label_losses_of", make)

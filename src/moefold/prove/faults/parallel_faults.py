@@ -325,10 +325,10 @@ def decay_on_everything() -> None:
 def dropped_assignments_kept_by_others() -> None:
     """The all-gather dispatcher takes all assignments as kept."""
 
-    def make(gather_routing: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, routing, sizes: gather_routing(self, routing._replace(kept=None), sizes)
+    def make(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, x_tL, routing, counts: prepare(self, x_tL, routing._replace(kept=None), counts)
 
-    wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "_gather_routing", make)
+    wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "dispatch_prepare", make)
 
 
 def gradients_not_clipped() -> None:

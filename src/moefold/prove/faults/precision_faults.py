@@ -209,3 +209,48 @@ def gradients_sent_to_experts_as_they_are() -> None:
         return lambda run: codecs(run)._replace(backward=None)
 
     wrap(all_to_all, "row_codecs", make)
+
+
+# With the case that each is tried on, and how it happens in real code.
+FAULTS = (
+    (cast_left_out_on_one_rank, "narrow", "a rank's module falls back to wide matmuls"),
+    (
+        blocks_of_rows_that_start_inside_a_block,
+        "narrow",
+        "a kernel counts blocks from the first value of its tile, not of the matrix",
+    ),
+    (weight_blocks_in_the_direction_of_fprop, "narrow", "one narrow copy of a weight is used in both directions"),
+    (
+        weight_blocks_that_start_inside_a_block,
+        "narrow",
+        "a shard is narrowed by itself, and begins between two ends of blocks",
+    ),
+    (token_blocks_over_two_experts, "narrow", "rows of all experts are one matrix for the cast along tokens"),
+    (padding_in_the_amax, "narrow", "padding is not zero where a scale is found"),
+    (weight_blocks_over_two_matrices, "narrow squares", "stacked matrices are flattened before they are narrowed"),
+    (kept_codes_with_a_stale_scale, "narrow codes", "a buffer of scales is used again before its codes were read"),
+    (
+        kept_inputs_scaled_in_another_precision,
+        "narrow codes",
+        "codes that were kept are not multiplied by their scales as others are",
+    ),
+    (deferred_gradients_newest_first, "narrow codes", "the order of a sum depends on when a schedule has a gap"),
+    (
+        gathered_codes_with_the_scale_of_another_block,
+        "narrow codes",
+        "scales of a bucket are counted from another parameter",
+    ),
+    (amaxes_of_shards_not_maximised, "narrow codes", "each rank finds the scales of its own range"),
+    (
+        padding_of_the_permutation_in_the_amax,
+        "narrow codes",
+        "the permutation leaves what was in memory in rows of padding",
+    ),
+    (rows_of_zeros_for_half_of_the_multiple, "narrow rows", "tokens of zeros are counted for another format"),
+    (sent_codes_with_the_scales_of_the_next_row, "narrow rows", "rows and scales are sent in two orders"),
+    (
+        gradients_sent_to_experts_as_they_are,
+        "narrow rows",
+        "combine's backward is not narrowed as the local dispatcher's is",
+    ),
+)

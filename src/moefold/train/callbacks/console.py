@@ -20,7 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from moefold.checks.kernels import experts_in_use
+from moefold.checks.kernels import CPU_INSTRUCTIONS, experts_in_use
+from moefold.nn.float32_matmul import cpu_matmul_here
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name, router_stats
@@ -50,6 +51,8 @@ class ConsoleLines(Callback):
             f"run={info.run.name} world={info.world}{fewer} device={info.device} {size}{chosen} "
             f"directory={info.directory}{resumed}"
         )
+        if (words := _multiplied_in(info)) is not None:
+            self._print(words)
         flops = format_count(self._meter.flops_per_token)
         self._print(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
 
@@ -152,6 +155,16 @@ def _mean(values: Sequence[float]) -> str:
 
 def _one_word(text: str) -> str:
     return "_".join(text.split())
+
+
+def _multiplied_in(info: RunInfo) -> str | None:
+    """Said where matmuls are not computed in the format that the run asks for."""
+    if cpu_matmul_here(info.run, info.device) == "compute":
+        return None
+    compute = info.run.precision.compute
+    needed = " nor ".join(sorted(CPU_INSTRUCTIONS[compute]))
+    why = "as asked for" if info.run.kernels.cpu_matmul == "float32" else f"this CPU has neither {needed}"
+    return f"{compute} matmuls are computed in float32 and rounded: {why} (kernels.cpu_matmul)"
 
 
 def _is_adaptive(info: RunInfo) -> bool:

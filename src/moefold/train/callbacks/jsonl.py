@@ -12,6 +12,8 @@ Writing never stops training. Lines that the disk refuses are kept in memory, up
 room again; half a line is cut off. The first refusal is a warning, and lines that are lost are counted.
 
 Tokens per expert are summed over the steps of an interval and written at its end: `counts`, over `counts_steps` steps.
+With them comes `layers`, a number per MoE layer for each name: the load of its busiest expert, its entropy, and what it
+adds to each balance loss in the mean step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +35,7 @@ import numpy.typing as npt
 from moefold.checkpoint.files import make_directory, naming
 from moefold.checks.kernels import experts_in_use
 from moefold.config.loading import plain_data
+from moefold.nn.float32_matmul import cpu_matmul_here
 from moefold.private_files import open_own
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.fault_tolerance.signals import print_stderr
@@ -52,6 +56,8 @@ class JsonLines(Callback):
         self._last_step = 0
         self._counts: npt.NDArray[np.int64] | None = None
         self._counts_steps = 0
+        # Sums over the same steps, by the name of the loss.
+        self._balance: dict[str, npt.NDArray[np.float64]] = {}
 
     def on_start(self, info: RunInfo) -> None:
         make_directory(info.directory)
@@ -67,16 +73,18 @@ class JsonLines(Callback):
         self._last_step = record.step
         data = as_data(record, self._meter.speed([record]))
         counts = data.pop("counts")
+        del data["layer_balance"]
         if not record.metrics:
             del data["metrics"]
         if record.state_hash is None:
             del data["state_hash"]
         if counts:
             data["load"] = round(router_stats(record.counts or ()).max_load, 4)
-            self._add(np.asarray(counts, dtype=np.int64))
+            self._add(np.asarray(counts, dtype=np.int64), record.layer_balance)
         if self._counts is not None and (record.step % self._every == 0 or record.step == record.steps):
             data["counts"], data["counts_steps"] = self._counts.tolist(), self._counts_steps
-            self._counts, self._counts_steps = None, 0
+            data["layers"] = self._layers(self._counts)
+            self._forget_counts()
         self._line(data)
 
     def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
@@ -91,7 +99,8 @@ class JsonLines(Callback):
 
     def on_roll_back(self, step: int, reason: str) -> None:
         """Lines of later steps are written again."""
-        self._last_step, self._counts, self._counts_steps = step, None, 0
+        self._last_step = step
+        self._forget_counts()
         assert self._file is not None, "on_start comes first"
         self._file.forget_after(step)
         self._write("roll_back", step, reason=reason)
@@ -106,9 +115,23 @@ class JsonLines(Callback):
         self._file.close()
         self._file = None
 
-    def _add(self, counts_ME: npt.NDArray[np.int64]) -> None:
+    def _add(self, counts_ME: npt.NDArray[np.int64], balance: Mapping[str, list[float]]) -> None:
         self._counts = counts_ME if self._counts is None else self._counts + counts_ME
         self._counts_steps += 1
+        for name, values in balance.items():
+            self._balance[name] = self._balance.get(name, np.zeros(len(values))) + np.asarray(values, np.float64)
+
+    def _forget_counts(self) -> None:
+        self._counts, self._counts_steps, self._balance = None, 0, {}
+
+    def _layers(self, counts_ME: npt.NDArray[np.int64]) -> dict[str, object]:
+        stats = router_stats(counts_ME).layers
+        means = {name: _digits(values / self._counts_steps) for name, values in self._balance.items()}
+        return {
+            "max_load": _digits(layer.max_load for layer in stats),
+            "entropy": _digits(layer.entropy for layer in stats),
+            "balance": means,
+        }
 
     def _write(self, kind: str, step: int, **more: object) -> None:
         self._line({"kind": kind, "time": round(time.time(), 3), "step": step, **more})
@@ -116,6 +139,11 @@ class JsonLines(Callback):
     def _line(self, data: dict[str, object]) -> None:
         assert self._file is not None, "on_start comes first"
         self._file.add(json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+
+def _digits(values: Iterable[float]) -> list[float | None]:
+    """Six of them; null for what is not finite, which is all that JSON has for it."""
+    return [float(f"{value:.6g}") if isfinite(value) else None for value in values]
 
 
 # What a disk says that is full, damaged or gone for a while. Another error of the first attempt is the user's to mend.
@@ -272,6 +300,7 @@ def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
         "flops_convention": "3 x forward; causal attention as half; head and shared experts counted, router not",
         "device": meter.device,
         "experts": None if info.run.model.moe is None else experts_in_use(info.run, info.device),
+        "cpu_matmul": cpu_matmul_here(info.run, info.device),
         "mfu_note": meter.mfu_note,
         "config": plain_data(info.run),
     }

@@ -165,7 +165,8 @@ def _kept(path: Path, info: RunInfo, make: Callable[[], str]) -> str:
 
 
 def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
-    """Only finite numbers; names are grouped by what stands before the slash."""
+    """Only finite numbers; names are grouped by what stands before the slash. Those of layers end with the number among
+    the MoE layers."""
     found = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -183,6 +184,10 @@ def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
     if record.counts:
         stats = router_stats(record.counts)
         found |= {"router/max_load": stats.max_load, "router/entropy": stats.entropy, "router/dead": float(stats.dead)}
+        for number, layer in enumerate(stats.layers):
+            found |= {f"max_load/{number}": layer.max_load, f"entropy/{number}": layer.entropy}
+    for name, values in record.layer_balance.items():
+        found |= {f"balance_{name}/{number}": value for number, value in enumerate(values)}
     found |= {_chart(name, "metrics"): value for name, value in record.metrics.items()}
     return finite_metrics(found)
 

@@ -1,8 +1,10 @@
 """The experts of a run: curves and heat maps of their load, layer by layer and over time.
 
-The color of a heat map is an expert's tokens over the mean of its layer, on a logarithmic scale. Balanced is
-transparent, which works on light and dark pages; warm is overloaded, cold is idle, and an expert without a token has a
-color of its own. Maps are PNGs of small integers: a million cells take a few kilobytes.
+The color of a heat map is an expert's tokens over the mean of its layer, on a logarithmic scale. In maps of whole
+layers it is the busiest expert's load, the experts in effective use (e to the entropy, over all experts), and each
+balance loss over its value if experts were balanced, which is its coefficient. Balanced is transparent, which works on
+light and dark pages; warm is overloaded, cold is idle, and an expert without a token has a color of its own. Maps are
+PNGs of small integers: a million cells take a few kilobytes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moefold.train.metrics import RouterStats, relative_load, router_stats
-from moefold.train.report.history import Bin, History
+from moefold.train.report.history import Bin, History, number
 from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart
 from moefold.train.report.summary import layer_numbers
 
@@ -62,8 +64,9 @@ def experts(history: History) -> str:
                 x_range=span,
             )
         )
-    maps = heat_over_time(history.bins, layers) + heat_now(history.last_bin, layers)
-    table = _layer_table(router_stats(history.last_bin.counts), layers)
+    maps = layers_over_time(history, stats, layers)
+    maps += heat_over_time(history.bins, layers) + heat_now(history.last_bin, layers)
+    table = _layer_table(router_stats(history.last_bin.counts), layers, history.last_bin)
     return f'<h2>Experts</h2><div class="charts">{maps}{"".join(charts)}{table}</div>'
 
 
@@ -72,21 +75,71 @@ def _over_layers(x: npt.NDArray[np.float64], rows: list[list[float]]) -> Downsam
     return Downsampled(x, values.mean(1), values.min(1), values.max(1), 1)
 
 
-def _layer_table(stats: RouterStats, layers: list[int]) -> str:
+def _layer_table(stats: RouterStats, layers: list[int], last: Bin) -> str:
     rows = []
-    for number, layer in zip(layers, stats.layers):
+    for index, (name, layer) in enumerate(zip(layers, stats.layers)):
         few = ", ".join(map(str, layer.dead[:12])) + (", ..." if len(layer.dead) > 12 else "")
         dead = f'<td class="warn">{len(layer.dead)} ({few})</td>' if layer.dead else "<td>0</td>"
+        losses = "".join(f"<td>{_loss(row[index])}</td>" for row in last.balance.values())
         rows.append(
-            f"<tr><td>{number}</td><td>{layer.max_load:.2f}</td><td>{layer.min_load:.3f}</td><td>{layer.cv:.3f}</td>"
-            f"<td>{layer.entropy:.4f}</td>{dead}</tr>"
+            f"<tr><td>{name}</td><td>{layer.max_load:.2f}</td><td>{layer.min_load:.3f}</td><td>{layer.cv:.3f}</td>"
+            f"<td>{layer.entropy:.4f}</td>{losses}{dead}</tr>"
         )
-    head = "<tr><th>layer</th><th>busiest</th><th>idlest</th><th>spread</th><th>entropy</th><th>dead experts</th></tr>"
+    named = "".join(f"<th>{escape(name)} loss</th>" for name in last.balance)
+    head = "<tr><th>layer</th><th>busiest</th><th>idlest</th><th>spread</th><th>entropy</th>"
+    head += f"{named}<th>dead experts</th></tr>"
     note = "busiest and idlest in multiples of the mean; spread is the standard deviation of the load"
+    note += "; losses are what the layer adds in the mean step" * bool(last.balance)
     return (
         "<figure class=wide><figcaption><b>Layers in the last interval</b></figcaption>"
         f'<div class="scroll"><table>{head}{"".join(rows)}</table></div><p class=note>{note}</p></figure>'
     )
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3g}" if np.isfinite(value) else ""
+
+
+def layers_over_time(history: History, stats: Sequence[RouterStats], layers: Sequence[int]) -> str:
+    """One map per quantity: time from left to right, MoE layers from top to bottom."""
+    bins, experts = history.bins, history.bins[-1].counts.shape[1]
+    values = {
+        "busiest expert over the mean": np.array([[layer.max_load for layer in each.layers] for each in stats]),
+        "experts in effective use over all": np.array(
+            [[experts ** (layer.entropy - 1.0) if layer.tokens else 0.0 for layer in each.layers] for each in stats]
+        ),
+    }
+    coefficients = _coefficients(history)
+    for name in bins[-1].balance:
+        unknown = np.full(len(layers), np.nan)
+        loss_BM = np.array([each.balance.get(name, unknown) for each in bins])
+        known = loss_BM[np.isfinite(loss_BM)]
+        # The z-loss has no value of balance.
+        over = coefficients.get(name, 0.0) if name != "z" else 0.0
+        over, words = (over, "balanced") if over > 0 else (float(known.mean()) if known.size else 0.0, "its mean")
+        if over > 0:
+            values[f"{name} loss over {words}"] = np.nan_to_num(loss_BM / over)
+    height = min(max(len(layers) * 12, 48), 260)
+    maps = [
+        f"<div><p>{escape(name)}</p>{_picture(levels(value_BM.T), name, height=height)}</div>"
+        for name, value_BM in values.items()
+    ]
+    note = (
+        f"Left to right: steps {bins[0].first:,} to {bins[-1].last:,} in {len(bins)} intervals. "
+        f"Top to bottom: layers {layers[0]} to {layers[-1]}. Balanced has no color."
+    )
+    body = f'<div class="maps" style="--columns:{min(len(maps), 3)}">{"".join(maps)}</div>'
+    rows = [f"layer {layer}" for layer in layers]
+    return _framed("Layers over time", body, note, [_steps(each) for each in bins], rows, "times")
+
+
+def _coefficients(history: History) -> dict[str, float]:
+    """Of balance losses, as far as the run's configuration is known."""
+    found: object = history.start.get("config")
+    for name in ("model", "moe", "balance"):
+        found = found.get(name) if isinstance(found, dict) else None
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(name): number(value) for name, value in pairs}
 
 
 def palette() -> list[Color]:
@@ -99,12 +152,16 @@ def palette() -> list[Color]:
 
 def indices(counts_NE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     """Rows of tokens per expert as palette indices."""
-    load = relative_load(counts_NE.astype(np.float64))
-    doublings = np.log2(load, out=np.zeros_like(load), where=load > 0)
-    level = np.rint(np.clip(doublings / DOUBLINGS, -1, 1) * _LEVELS)
-    shown = np.where(counts_NE == 0, _DEAD, _MIDDLE + level)
+    shown = np.where(counts_NE == 0, _DEAD, levels(relative_load(counts_NE.astype(np.float64))))
     silent = counts_NE.sum(-1, keepdims=True) == 0
     return np.where(silent, _UNKNOWN, shown).astype(np.uint8)
+
+
+def levels(ratio: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    """Ratios to a balanced value as palette indices; 0 is not known."""
+    doublings = np.log2(ratio, out=np.zeros_like(ratio), where=ratio > 0)
+    level = np.rint(np.clip(doublings / DOUBLINGS, -1, 1) * _LEVELS)
+    return np.where(ratio > 0, _MIDDLE + level, _UNKNOWN).astype(np.uint8)
 
 
 def heat_over_time(bins: Sequence[Bin], layers: Sequence[int]) -> str:
@@ -147,12 +204,14 @@ def _steps(span: Bin) -> str:
     return f"step {span.last:,}" if span.first == span.last else f"steps {span.first:,} to {span.last:,}"
 
 
-def _framed(title: str, body: str, note: str, columns: Sequence[str], rows: Sequence[str]) -> str:
+def _framed(
+    title: str, body: str, note: str, columns: Sequence[str], rows: Sequence[str], unit: str = "times the mean"
+) -> str:
     """With what the page's script needs to name the cell under the pointer."""
-    cells = {"columns": columns, "rows": rows, "perDoubling": _OPAQUE / DOUBLINGS, "most": _OPAQUE}
+    cells = {"columns": columns, "rows": rows, "perDoubling": _OPAQUE / DOUBLINGS, "most": _OPAQUE, "unit": unit}
     return (
         f'<figure class="wide" data-cells="{escape(json.dumps(cells, separators=(",", ":")))}">'
-        f"<figcaption><b>{title}</b>{_color_key()}</figcaption>{body}<p class=note>{escape(note)}</p></figure>"
+        f"<figcaption><b>{title}</b>{_color_key(unit)}</figcaption>{body}<p class=note>{escape(note)}</p></figure>"
     )
 
 
@@ -162,13 +221,13 @@ def _picture(indices_YX: npt.NDArray[np.uint8], name: str, *, tall: bool = False
     return f'<img class="heat{" tall" if tall else ""}" alt="{escape(name)}"{style} src="{address}">'
 
 
-def _color_key() -> str:
-    """Drawn from the palette itself, so it cannot disagree with the maps."""
+def _color_key(unit: str) -> str:
+    """Drawn from the palette itself, so it cannot disagree with the maps. ``unit`` as in "4 times the mean"."""
     strip = data_address(png(np.arange(2, 3 + 2 * _LEVELS, dtype=np.uint8)[None], palette()))
     return (
-        '<span class="key">1/4 of the mean</span>'
+        f'<span class="key">1/4{unit.removeprefix("times").replace(" the", " of the")}</span>'
         f'<img class="strip" alt="" src="{strip}"><span class="key">4 times</span>'
-        f'<span class="key"><i style="background:rgb{DEAD}"></i>no token at all</span>'
+        + (f'<span class="key"><i style="background:rgb{DEAD}"></i>no token at all</span>' if unit != "times" else "")
     )
 
 

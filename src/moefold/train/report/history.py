@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from moefold.errors import MoefoldError
 from moefold.train.callbacks.jsonl import FILE_NAME
+from moefold.train.profile.step_account import StepAccount, read_profile
 
 # As Path.open with "rb".
 Opener = Callable[[Path, str], AbstractContextManager[IO[bytes]]]
@@ -60,11 +61,13 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Bin:
-    """Tokens per MoE layer and expert over the steps from `first` to `last`."""
+    """Tokens per MoE layer and expert over the steps from `first` to `last`; `balance`: by the name of a balance loss,
+    what each layer adds to it in the mean step, NaN where that is not known."""
 
     first: int
     last: int
     counts: npt.NDArray[np.int64]
+    balance: dict[str, Column] = field(default_factory=dict)
 
 
 class Fault(NamedTuple):
@@ -97,6 +100,8 @@ class History:
     last_bin: Bin | None = None
     times: tuple[float, float] | None = None
     unreadable: int = 0
+    # Of `profile.jsonl`, with `train.profile.every`.
+    profile: list[StepAccount] = field(default_factory=list)
 
     def column(self, name: str) -> Column:
         return self.columns.get(name, np.full(len(self.steps), np.nan))
@@ -115,6 +120,7 @@ def read_history(directory: Path, opened: Opener = Path.open) -> History:
         reader.take(data)
     for hang in _hangs(directory):
         reader.add_fault(hang)
+    reader.history.profile = read_profile(directory)
     return reader.finish()
 
 
@@ -196,7 +202,7 @@ class _Reader:
             self.history.num_skipped += 1
             if len(self.history.skipped) < _MAX_REASONS:
                 self.history.skipped.append((step, str(reason)))
-        self._take_counts(step, data.get("counts"), data.get("counts_steps"))
+        self._take_counts(step, data.get("counts"), data.get("counts_steps"), data.get("layers"))
 
     def _take_named(self, columns: dict[str, array[float]], found: object) -> None:
         for name, value in found.items() if isinstance(found, dict) else ():
@@ -205,7 +211,7 @@ class _Reader:
                 column.extend([math.nan] * (len(self._steps) - len(column)))
                 column.append(number(value))
 
-    def _take_counts(self, step: int, counts: object, over: object) -> None:
+    def _take_counts(self, step: int, counts: object, over: object, layers: object) -> None:
         if counts is None:
             return
         try:
@@ -219,7 +225,7 @@ class _Reader:
         if bins and bins[-1].counts.shape != counts_ME.shape:
             bins.clear()
         steps = over if isinstance(over, int) and 0 < over <= step else 1
-        bins.append(Bin(step - steps + 1, step, counts_ME))
+        bins.append(Bin(step - steps + 1, step, counts_ME, _balance_of(layers, len(counts_ME))))
         self.history.last_bin = bins[-1]
         if len(bins) > 2 * MAX_BINS:
             self.history.bins = [_merged(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
@@ -270,5 +276,20 @@ def _in_order(column: array[float], count: int, order: npt.NDArray[np.int64]) ->
     return np.array(column, dtype=np.float64)[order]
 
 
+def _balance_of(layers: object, count: int) -> dict[str, Column]:
+    """By the name of a loss, a number per layer; what is not that is left out."""
+    found = layers.get("balance") if isinstance(layers, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    sound = [(name, row) for name, row in found.items() if isinstance(row, list) and len(row) == count]
+    return {name: np.array([number(value) for value in row]) for name, row in sound[:MAX_NAMES]}
+
+
 def _merged(early: Bin, late: Bin) -> Bin:
-    return Bin(early.first, late.last, early.counts + late.counts)
+    """Means weigh as many steps as they are of."""
+    weights = [each.last - each.first + 1 for each in (early, late)]
+    balance = {
+        name: (early.balance[name] * weights[0] + late.balance[name] * weights[1]) / sum(weights)
+        for name in early.balance.keys() & late.balance.keys()
+    }
+    return Bin(early.first, late.last, early.counts + late.counts, balance)

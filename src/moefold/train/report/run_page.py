@@ -17,6 +17,7 @@ import numpy.typing as npt
 from moefold.html.chart_scale import short
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
+from moefold.train.report.component_bars import component_bars
 from moefold.train.report.expert_charts import experts
 from moefold.train.report.history import HANG, RESTART, History
 from moefold.train.report.layout_charts import layout
@@ -39,7 +40,8 @@ def page(history: History) -> str:
     facts = summary(history)
     sections = [_header(history, facts), _cards(facts)]
     if len(history.steps):
-        sections += [_learning(history), _callback_metrics(history), _speed(history), layout(history)]
+        sections += [_learning(history), _callback_metrics(history), _speed(history)]
+        sections += [component_bars(history.profile), layout(history)]
     if history.bins and history.last_bin:
         sections.append(experts(history))
     sections += [_faults(history), _skips(history), _missing(facts), _config(history)]
@@ -336,7 +338,7 @@ for (const map of document.querySelectorAll('figure[data-cells] img.heat')) {
     const [red, , blue, seen] = pen.getImageData(x, y, 1, 1).data;
     const load = (2 ** (Math.sign(red - blue) * seen / cells.perDoubling)).toFixed(2);
     const beyond = seen === cells.most ? (red > blue ? ' or more' : ' or less') : '';
-    const told = seen === 255 ? 'no token' : `${load} times the mean${beyond}`;
+    const told = red === 128 ? 'not known' : seen === 255 ? 'no token' : `${load} ${cells.unit}${beyond}`;
     tip.textContent = [map.alt, cells.columns[x], cells.rows[y], told].filter(Boolean).join(' · ');
     figure.append(tip);
     place(tip, figure, event.clientX - frame.left, event.clientY - frame.top - 6);

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moefold.train.metrics import router_stats
+from moefold.train.profile.profile_table import profile_data
 from moefold.train.report.history import Column, History, number
 
 # Speed is measured over the last half of the run: the first steps warm up.
@@ -46,6 +47,7 @@ def summary(history: History) -> dict[str, Any]:
         "faults": dict(history.num_faults),
         "checkpoints": history.saves[-5:],
         "router": _router(history),
+        "profile": profile_data(history.profile) if history.profile else None,
         "missing": missing(history),
     }
 

@@ -51,9 +51,13 @@ class _Enter(torch.autograd.Function):
 
 
 class Recorded(NamedTuple):
-    """One phase that has run: where its inputs entered and its outputs left, of those that require a gradient."""
+    """One phase that has run: where its inputs entered and its outputs left, of those that require a gradient.
+
+    ``stream`` is that of its backward.
+    """
 
     stream: Stream
+    has_weights: bool
     entries: tuple[Entry, ...]
     outputs: tuple[GradientEdge, ...]
 
@@ -73,7 +77,8 @@ def record(phase: Phase, carry: Any) -> tuple[Any, Recorded]:
 
     result = phase.run(map_tensors(carry, cut))
     outputs = tuple(get_gradient_edge(tensor) for tensor in iter_tensors(result) if tensor.requires_grad)
-    return result, Recorded(phase.stream, tuple(entries), outputs)
+    stream = Stream.COMPUTE if phase.at_once else phase.stream
+    return result, Recorded(stream, phase.has_weights, tuple(entries), outputs)
 
 
 def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:

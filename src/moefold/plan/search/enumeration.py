@@ -1,0 +1,122 @@
+"""Which candidates a search looks at: coarse ones to start from, and the neighbours of one that it has.
+
+`layouts` lists the coarse candidates. It leaves out what another candidate dominates: stages that only repeat the depth
+of fewer ones, and experts sharded by etp where ep could distribute them whole. `neighbours` differ from a candidate in
+one choice, or in one and what must follow it. All of them are legal (`plan/search/candidates.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+
+from moefold.config.parallel import Sharding
+from moefold.plan.search.candidates import LayoutChoice, Limits, why_illegal
+from moefold.plan.search.space import Space
+from moefold.plan.workload import Dispatcher
+
+# Tokens of a sequence that one rank can well hold.
+_LONG = 8192
+
+
+def layouts(limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """Coarse candidates: every grid worth trying, with the first value of every option that the grid allows."""
+    for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
+        if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
+            continue
+        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
+            for etp in _worthwhile_widths(ep, limits, space):
+                grid = first_choice(space)._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+                yield from islice(presets(grid, limits, space), 1)
+
+
+def first_choice(space: Space) -> LayoutChoice:
+    return LayoutChoice(*(getattr(space, name)[0] for name in LayoutChoice._fields))
+
+
+def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sequences are cut where they are long, or where there are too few of them for all ranks."""
+    if len(sizes) == 1:
+        return sizes
+    least = max((cp for cp in sizes if cp * _LONG <= limits.seq_len), default=min(sizes))
+    scarce = limits.world > limits.sequences * least
+    return tuple(cp for cp in sizes if cp == least or cp == 2 * least > 2 or (scarce and cp > least))
+
+
+def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """The legal ones of this grid's usual options: with and without overlapped dispatch, deferred weight gradients."""
+    spread = choice.ep * choice.etp > 1
+    local: tuple[Dispatcher, ...] = ("local",)
+    dispatchers = tuple(name for name in space.dispatcher if name != "local") if spread else local
+    for sequences in space.sequences:
+        for overlap in space.ep_overlap:
+            for delay in space.delay_wgrad:
+                for sharding in _usual_shardings(choice, limits, space):
+                    made = choice._replace(
+                        dispatcher=dispatchers[0] if dispatchers else choice.dispatcher,
+                        sequences=sequences,
+                        ep_overlap=overlap,
+                        delay_wgrad=delay,
+                        sharding=sharding,
+                    )
+                    if why_illegal(made, limits, space) is None:
+                        yield made
+
+
+def _usual_shardings(choice: LayoutChoice, limits: Limits, space: Space) -> tuple[Sharding, ...]:
+    """moefold: flat buffers in a pipeline, which gather once per step; the other kind is an option to be varied."""
+    if not limits.ours:
+        return space.sharding
+    flat: tuple[Sharding, ...] = ("flat",)
+    return flat if choice.pp > 1 and "flat" in space.sharding else space.sharding[:1]
+
+
+def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of virtual stages of which each makes the deepest stage shallower than the one before."""
+    if len(virtual) == 1:
+        return virtual
+    if pp == 1:
+        return tuple(vpp for vpp in virtual if vpp == 1)
+    fewest: dict[int, int] = {}
+    for vpp in sorted(virtual):
+        if pp * vpp <= depth + 2:
+            fewest.setdefault(-(-depth // (pp * vpp)), vpp)
+    return tuple(fewest.values())
+
+
+def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]:
+    """etp is tried only where ep cannot distribute experts further, or where the user pins it."""
+    if len(space.etp) == 1 or ep == limits.experts or ep == max(space.ep):
+        return space.etp
+    return tuple(etp for etp in space.etp if etp == 1)
+
+
+def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """Legal candidates that differ in one choice, or in one and what must follow it."""
+    for made in _steps(choice, limits, space):
+        if made != choice and why_illegal(made, limits, space) is None:
+            yield made
+
+
+def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    for name in choice._fields:
+        for value in getattr(space, name) if name != "savings" else ():
+            yield choice._replace(**{name: value})
+    for step in space.savings[1:]:
+        # One more, or one less.
+        less = choice.savings - (step - space.savings[0])
+        # What changes numbers is not worth its speed alone.
+        if less != choice.savings or not any(entry.startswith("precision.moments=") for entry in step):
+            yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
+    for pp in space.pp:
+        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
+            yield choice._replace(pp=pp, vpp=vpp)
+    for ep in space.ep:
+        dispatchers = ("local",) if ep * choice.etp == 1 else space.dispatcher
+        yield choice._replace(ep=ep, dispatcher=dispatchers[0], ep_overlap=choice.ep_overlap and ep > 1)
+    for tp in space.tp:
+        for etp in space.etp:
+            yield choice._replace(tp=tp, etp=etp)
+    for overlap in space.ep_overlap:
+        for delay in space.delay_wgrad:
+            yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)

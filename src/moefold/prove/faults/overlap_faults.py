@@ -1,0 +1,161 @@
+"""Faults of what runs beside an exchange: outputs lost or added twice, gradients that never arrive, parts and chunks in
+another order.
+
+As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import moefold.moe.dispatch.all_to_all
+import moefold.moe.exchange_beside
+from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.overlapped_layer import Overlapped, OverlappedSteps
+from moefold.nn.phase_autograd import Gradients, Recorded
+from moefold.prove.faults.parallel_faults import put, wrap
+
+Step = Callable[[OverlappedSteps, Overlapped, int], Overlapped]
+
+
+def _scale_shared_output(times: float) -> None:
+    def make(down: Step) -> Step:
+        def scaled(self: OverlappedSteps, carry: Overlapped, chunk: int) -> Overlapped:
+            carry = down(self, carry, chunk)
+            assert carry.shared is not None
+            return carry._replace(shared=times * carry.shared)
+
+        return scaled
+
+    wrap(OverlappedSteps, "_shared_down", make)
+
+
+def shared_output_lost() -> None:
+    _scale_shared_output(0)
+
+
+def shared_output_added_twice() -> None:
+    _scale_shared_output(2)
+
+
+def shared_expert_runs_twice_in_backward() -> None:
+    """Its output is right, and the gradient of its input is added once more."""
+
+    def make(up: Step) -> Step:
+        def once_more(self: OverlappedSteps, carry: Overlapped, chunk: int) -> Overlapped:
+            twice = carry.x_tD + (carry.x_tD - carry.x_tD.detach())
+            return up(self, carry._replace(x_tD=twice), chunk)._replace(x_tD=carry.x_tD)
+
+        return once_more
+
+    wrap(OverlappedSteps, "_shared_up", make)
+
+
+def gradient_of_a_started_exchange_lost() -> None:
+    """The communication stream's result is not waited for: what was sent has no gradient."""
+
+    def make(backward: Callable[[Recorded, Gradients], Gradients]) -> Callable[[Recorded, Gradients], Gradients]:
+        return lambda recorded, gradients: [None for _ in backward(recorded, gradients)]
+
+    wrap(moefold.moe.exchange_beside, "backward_phase", make)
+
+
+def combine_finished_before_its_exchange() -> None:
+    """Each rank sums the rows that it was about to send back. Routing is balanced, so that there are as many."""
+    put(AllToAllDispatcher, "combine_exchange", lambda self, rows_RL, ticket: rows_RL)
+
+
+def overflow_of_rows_beside_lost() -> None:
+    """Rows that did not fit are not reported, so the step does not run once more."""
+
+    def make(end: Step) -> Step:
+        return lambda self, carry, chunk: end(self, carry, chunk)._replace(report=carry.report)
+
+    wrap(OverlappedSteps, "_end_dispatch", make)
+
+
+def rows_sent_back_in_another_order() -> None:
+    def make(by_source: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda rows_RL, on_host_We: by_source(rows_RL, on_host_We).flip(0)
+
+    wrap(moefold.moe.dispatch.all_to_all, "by_source", make)
+
+
+def chunks_put_together_in_reverse() -> None:
+    put(OverlappedSteps, "outputs", lambda self, returned: torch.cat(returned.rows[::-1]))
+
+
+def output_of_the_chunk_before() -> None:
+    """All chunks have as many tokens, so that shapes do not tell."""
+    put(OverlappedSteps, "outputs", lambda self, returned: torch.cat([returned.rows[0] for _ in returned.rows]))
+
+
+def rows_of_a_chunk_overwritten_by_the_next() -> None:
+    """The experts have computed the earlier chunk, and its backward has not read its rows yet."""
+
+    def make(end: Step) -> Step:
+        def into_the_same_buffer(self: OverlappedSteps, carry: Overlapped, chunk: int) -> Overlapped:
+            carry = end(self, carry, chunk)
+            rows = carry.rows[chunk].rows_RL.data
+            if chunk:
+                before = buffers.pop(id(self.overlap))
+                count = min(len(before), len(rows))
+                before[:count] = rows[:count]
+            buffers[id(self.overlap)] = rows
+            return carry
+
+        return into_the_same_buffer
+
+    buffers: dict[int, Tensor] = {}
+    wrap(OverlappedSteps, "_end_dispatch", make)
+
+
+def gradient_of_the_last_chunk_lost() -> None:
+    """Of its tokens and of all weights, for what that chunk gave them."""
+
+    def make(end: Step) -> Step:
+        def detached(self: OverlappedSteps, carry: Overlapped, chunk: int) -> Overlapped:
+            carry = end(self, carry, chunk)
+            if chunk + 1 < len(carry.rows):
+                return carry
+            return carry._replace(rows=(*carry.rows[:-1], carry.rows[-1].detach()))
+
+        return detached
+
+    wrap(OverlappedSteps, "_end_combine", make)
+
+
+def gradient_of_the_first_chunk_added_twice() -> None:
+    """Outputs are right."""
+
+    def make(experts: Step) -> Step:
+        def twice(self: OverlappedSteps, carry: Overlapped, chunk: int) -> Overlapped:
+            carry = experts(self, carry, chunk)
+            if chunk:
+                return carry
+            out = carry.rows[0]
+            return carry._replace(rows=(out + (out - out.detach()), *carry.rows[1:]))
+
+        return twice
+
+    wrap(OverlappedSteps, "_run_experts", make)
+
+
+# With the case that each is tried on, and how it happens in real code.
+FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
+    (shared_output_lost, "shared beside", "an order leaves an operation's output behind"),
+    (shared_output_added_twice, "shared beside", "an operation is in the order of both exchanges"),
+    (shared_expert_runs_twice_in_backward, "shared beside", "an operation's backward is issued twice"),
+    (gradient_of_a_started_exchange_lost, "shared beside", "the backward of an exchange is submitted and forgotten"),
+    (combine_finished_before_its_exchange, "balanced rows beside", "finish does not wait for the exchange"),
+    (overflow_of_rows_beside_lost, "bounded rows beside", "one order of a layer reports less than another"),
+    (rows_sent_back_in_another_order, "shared beside", "rows return in another order than they were sent in"),
+    (chunks_put_together_in_reverse, "chunks", "chunks are put together as they come back"),
+    (output_of_the_chunk_before, "even chunks", "a chunk is waited for by the number of another"),
+    (rows_of_a_chunk_overwritten_by_the_next, "chunks", "chunks take turns in one buffer that backward still needs"),
+    (gradient_of_the_last_chunk_lost, "chunks beside", "the backward of the last exchange is never issued"),
+    (gradient_of_the_first_chunk_added_twice, "chunks beside", "a chunk's gradient is in two sums over chunks"),
+)
