@@ -101,7 +101,8 @@ def test_losses_and_gradients_equal_the_definition(
     balance = replace(ALL_ON, sequence_mean=mean)
     config, batch = replace(CONFIG, router=RouterConfig(score=kind), balance=balance), batch_of()
     logits, choice = draw()
-    ours = balance_losses(config, logits, choice, batch, LocalTokens(), earlier, kernels=kernels)
+    ours, counted_E = balance_losses(config, logits, choice, batch, LocalTokens(), earlier, kernels=kernels)
+    assert counted_E.equal(choice.experts.flatten().bincount(minlength=EXPERTS))
     theirs = expected(logits, choice, batch, kind, mean, earlier)
     for name, a, b in zip(BalanceLosses._fields, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
@@ -114,7 +115,10 @@ def test_padding_is_in_no_sum_of_a_set() -> None:
     logits, choice = draw()
     batch = replace(batch_of(), real_S=torch.rand(20, generator=torch.Generator().manual_seed(1)) < 0.7)
     plain = TopKAssignment(choice.experts, keep_real(choice.experts, None, batch.real_S))
-    losses = [balance_losses(CONFIG, logits, plain, batch, LocalTokens(), None, kernels=each) for each in SUMS.values()]
+    found = [balance_losses(CONFIG, logits, plain, batch, LocalTokens(), None, kernels=each) for each in SUMS.values()]
+    losses = [each for each, _ in found]
+    real_E = choice.experts[batch.real_S].flatten().bincount(minlength=EXPERTS)
+    assert all(counted_E.equal(real_E) for _, counted_E in found)
     torch.testing.assert_close(*(torch.stack(each) for each in losses))
     weights = torch.arange(1.0, 6.0).double()
     torch.testing.assert_close(*(torch.autograd.grad(torch.stack(each) @ weights, logits)[0] for each in losses))
@@ -146,9 +150,9 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int, kernels: BalanceKern
         mine = TopKAssignment(tokens.local_shard(choice.experts))
         first = tokens.rank == 0  # what came earlier happened to be all on the first rank
         before = earlier if first else earlier * 0
-        return balance_losses(CONFIG, tokens.local_shard(logits), mine, batch, tokens, before, kernels=kernels)
+        return balance_losses(CONFIG, tokens.local_shard(logits), mine, batch, tokens, before, kernels=kernels)[0]
 
-    whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, LocalTokens(), earlier))
+    whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, LocalTokens(), earlier)[0])
     parts = torch.stack([torch.stack(losses) for losses in on_threads(7, world, part)]).sum(0)
     torch.testing.assert_close(parts, whole)
     grads = [torch.autograd.grad(losses, logits, torch.arange(5.0).double())[0] for losses in (parts, whole)]
@@ -161,7 +165,7 @@ def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
             raise AssertionError("no loss, no exchange")
 
     logits, choice = draw()
-    losses = balance_losses(replace(CONFIG, balance=BalanceConfig()), logits, choice, batch_of(), Silent(), None)
+    losses, _ = balance_losses(replace(CONFIG, balance=BalanceConfig()), logits, choice, batch_of(), Silent(), None)
     assert [loss.item() for loss in losses] == [0.0] * 5
 
 
@@ -191,7 +195,7 @@ def test_an_even_load_costs_exactly_the_coefficient() -> None:
     logits = torch.zeros(12, EXPERTS, dtype=torch.float64)
     choice = TopKAssignment(torch.arange(24).view(12, 2) % EXPERTS)
     batch = replace(batch_of(12, 1, 1), step_tokens=12, step_sequences=1)
-    losses = balance_losses(CONFIG, logits, choice, batch, LocalTokens(), None)
+    losses, _ = balance_losses(CONFIG, logits, choice, batch, LocalTokens(), None)
     assert [round(loss.item(), 12) for loss in losses[:4]] == [0.5, 0.25, 2.0, 3.0]
 
 

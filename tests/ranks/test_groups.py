@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 from tests.support import on_ranks
 
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Groups
-from moefold.comm.spawn import spawn_ranks
+from moefold.comm.spawn import _end, _Rank, spawn_ranks
 from moefold.errors import ExchangeError, ExclusionError, RankError
 
 
@@ -74,3 +80,15 @@ def test_a_silent_rank_is_named_when_the_time_is_up() -> None:
 
     with pytest.raises(RankError, match="no result within 1 s"):
         spawn_ranks(work, 2, seconds=1.0)
+
+
+def test_a_lost_rank_is_one_that_a_signal_ended() -> None:
+    """None of the three has closed its pipe: killed by a signal, exited since it lost a peer, still running."""
+    ways = "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)", "import time; time.sleep(60)"
+    ranks = [_Rank(subprocess.Popen([sys.executable, "-S", "-c", way]).pid, os.pipe()[0]) for way in ways]
+    for rank in ranks[:2]:
+        while os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.01)
+    _end(ranks)
+    assert [rank.done_at is not None for rank in ranks] == [True, False, False]
+    assert [rank.exit_code for rank in ranks] == [-signal.SIGKILL, 1, -signal.SIGKILL]

@@ -65,12 +65,14 @@ def slow_link() -> Iterator[None]:
         yield
 
 
+# Shared memory between ranks of one host would go past the exchange that is slowed down.
+BY_GLOO = {"parallel.cpu_exchange": "gloo"}
 # By the kind of cause: what is put in, how many ranks, changes, and the ranks that must be named.
 FAULTS: dict[str, tuple[Any, int, dict[str, Any], tuple[int, ...], str]] = {
     "rank": (lambda: around_forward(lambda: time.sleep(0.25)), 2, {}, (FAULTY,), "slow rank: rank 1"),
     "gc": (lambda: around_forward(lambda: [gc.collect() for _ in range(3)]), 2, {}, (FAULTY,), "garbage collection"),
     "data": (slow_data, 2, {"data.prefetch": 0}, (FAULTY,), "slow data: rank 1"),
-    "link": (slow_link, 4, {"parallel.ep": 2}, (2, 3), "slow link between ranks 2 and 3"),
+    "link": (slow_link, 4, BY_GLOO | {"parallel.ep": 2}, (2, 3), "slow link between ranks 2 and 3"),
 }
 
 

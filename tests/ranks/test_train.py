@@ -187,12 +187,12 @@ class Laboratory:
         losses_of, after_step = moefold.moe.router.balance_losses, moefold.train.train_loop.after_step
 
         def balance_losses(*args: Any) -> Any:
-            losses = losses_of(*args)
+            losses, counted_E = losses_of(*args)
             if value := self.value_for("balance"):
-                return losses._replace(sequence=losses.sequence * value)
-            if value := self.value_for("balance value"):
-                return losses._replace(sequence=losses.sequence + value)
-            return losses
+                losses = losses._replace(sequence=losses.sequence * value)
+            elif value := self.value_for("balance value"):
+                losses = losses._replace(sequence=losses.sequence + value)
+            return losses, counted_E
 
         def remember(*args: Any) -> TrainState:
             self.state = after_step(*args)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from moefold.comm.shared_memory import LazySharedMemory, SharedMemory, in_order
 from moefold.comm.spans import NOT_TIMED, SpanRecorder, TimedWork
@@ -244,9 +244,7 @@ class Groups:
         outer, inner = self[replicate], self[shard]
         if outer.alone and inner.alone:
             return None
-        # DTensor remembers results of operations by meshes that are equal although their ranks are not: after a dry
-        # run, or the fork of a process that did one, parameters would have the mesh and the place of another rank.
-        _clear_sharding_prop_cache()
+        forget_shardings()
         if outer.alone:
             return DeviceMesh.from_group(inner.connected, device_type, mesh_dim_names=(shard,))
         if inner.alone:
@@ -272,3 +270,13 @@ def _new_group(ranks: tuple[int, ...], world: int | None, timeout: timedelta) ->
         assert dist.group.WORLD is not None, "the launcher must have made the default process group"
         return dist.group.WORLD
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def forget_shardings() -> None:
+    """Empty both of DTensor's caches of results of operations.
+
+    Their keys are meshes that are equal although their ranks are not: after a dry run, or the fork of a process that
+    did one, parameters would have the mesh and the place of another rank.
+    """
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()

@@ -97,16 +97,6 @@ class _Shares(NamedTuple):
     factor: float = 1.0
 
 
-class CountedScores(NamedTuple):
-    """What the router has computed already: assignments per expert of the plain top-k, and all experts' scores."""
-
-    plain_E: Tensor | None = None
-    scores_tE: Tensor | None = None
-
-
-NOTHING_COUNTED = CountedScores()
-
-
 def balance_losses(
     config: MoEConfig,
     logits_tE: Tensor,
@@ -114,19 +104,20 @@ def balance_losses(
     batch: Batch,
     tokens: TokenSharding,
     earlier_E: Tensor | None,
-    known: CountedScores = NOTHING_COUNTED,
+    scores_tE: Tensor | None = None,
     kernels: BalanceKernels = IN_TORCH,
-) -> BalanceLosses:
-    """``plain`` is each token's plain top-k; ``earlier_E`` counts it over this rank's earlier microbatches of the step.
+) -> tuple[BalanceLosses, Tensor]:
+    """The losses, and this rank's assignments per expert of ``plain``, each token's plain top-k.
 
-    A loss that is off costs nothing.
+    ``earlier_E`` counts it over this rank's earlier microbatches of the step; ``scores_tE`` are those of all experts,
+    if the router has computed them. A loss that is off costs nothing.
     """
     coefficients, num_experts, off = config.balance, config.num_experts, logits_tE.new_zeros(())
     if not counts_anything(coefficients) and not coefficients.z:
-        return BalanceLosses(off, off, off, off, off)
+        return BalanceLosses(off, off, off, off, off), count_assignments(plain, num_experts)
     real_t = real_tokens(batch, tokens)
     sums = (_SumsByToken if kernels.stats is None else _SumsBySet)(
-        config, logits_tE, plain, batch, tokens, real_t, known, kernels
+        config, logits_tE, plain, batch, tokens, real_t, scores_tE, kernels
     )
     # Every real token counts K times.
     sums_known = real_t is None and plain.kept is None
@@ -146,7 +137,7 @@ def balance_losses(
         return _Shares(sets, _shares(count_QE, logits_tE.dtype) * (mean / tokens_Q)[:, None])
 
     def shares_of_everyone() -> _Shares:
-        count_E = sums.count_all()
+        count_E = sums.count_E
         count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone", batch)
         return _Shares(batch.microbatches, _shares(count_E, logits_tE.dtype))
 
@@ -158,16 +149,17 @@ def balance_losses(
         if not coefficient:
             return off
         sets, value_QE, factor = shares()
-        return sums.weigh(sets, value_QE) * (coefficient * num_experts / batch.step_tokens * factor)
+        return sums.weigh(sets, value_QE, coefficient * num_experts / batch.step_tokens * factor)
 
     by_sequence = {"sequences": shares_of_sequences, "tokens": lambda: shares(batch.documents)}
-    return BalanceLosses(
+    losses = BalanceLosses(
         microbatch=loss(coefficients.microbatch, lambda: shares(batch.microbatches)),
         sequence=loss(coefficients.sequence, by_sequence[coefficients.sequence_mean]),
         global_batch=loss(coefficients.global_batch, shares_of_everyone),
         device=loss(coefficients.device, shares_of_devices),
         z=sums.z() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
     )
+    return losses, sums.count_E
 
 
 @dataclass
@@ -180,7 +172,7 @@ class _SumsByToken:
     batch: Batch
     tokens: TokenSharding
     real_t: Tensor | None
-    known: CountedScores
+    scores_tE: Tensor | None
     kernels: BalanceKernels
 
     @property
@@ -190,25 +182,26 @@ class _SumsByToken:
     @cached_property
     def p_tE(self) -> Tensor:
         """Computed once for all losses; a term that is given computes its own."""
-        return _without_padding(probabilities(self.logits_tE, self.kind, self.known.scores_tE), self.real_t)
+        return _without_padding(probabilities(self.logits_tE, self.kind, self.scores_tE), self.real_t)
 
     def count(self, sets: TokenSets) -> Tensor:
         """[Q, E]: assignments per expert of each set."""
         if len(sets.sizes) == 1:
-            return self.count_all()[None]
+            return self.count_E[None]
         return count_by_set(self.plain, self._set_of_token(sets), len(sets.sizes), self.config.num_experts)
 
-    def count_all(self) -> Tensor:
-        known_E = self.known.plain_E
-        return count_assignments(self.plain, self.config.num_experts) if known_E is None else known_E
+    @cached_property
+    def count_E(self) -> Tensor:
+        """Assignments per expert of all sets."""
+        return count_assignments(self.plain, self.config.num_experts)
 
-    def weigh(self, sets: TokenSets, value_QE: Tensor) -> Tensor:
-        """The sum over tokens and experts of probability times the value of the token's set."""
+    def weigh(self, sets: TokenSets, value_QE: Tensor, factor: float) -> Tensor:
+        """``factor`` times the sum over tokens and experts of probability times the value of the token's set."""
         by_set = len(sets.sizes) > 1 and value_QE.ndim == 2
         value_tE = value_QE[self._set_of_token(sets)] if by_set else value_QE
         if self.kernels.term is not None:
-            return self.kernels.term(self.logits_tE, value_tE, self.kind, self.real_t)
-        return balance_term(self.logits_tE, value_tE, self.kind, self.real_t, self.p_tE)
+            return self.kernels.term(self.logits_tE, value_tE, self.kind, self.real_t) * factor
+        return balance_term(self.logits_tE, value_tE, self.kind, self.real_t, self.p_tE) * factor
 
     def z(self) -> Tensor:
         return _without_padding(self.logits_tE.logsumexp(-1, keepdim=True).square(), self.real_t).sum()
@@ -226,9 +219,17 @@ class _SumsBySet(_SumsByToken):
     def count(self, sets: TokenSets) -> Tensor:
         return self._stats(sets).count_QE
 
-    def weigh(self, sets: TokenSets, value_QE: Tensor) -> Tensor:
-        found = self._stats(sets) if value_QE.ndim == 2 else self._any_stats()
-        return (found.probability_QE * value_QE).sum()
+    @cached_property
+    def count_E(self) -> Tensor:
+        count_QE = self._any_stats().count_QE
+        return count_QE[0] if len(count_QE) == 1 else count_QE.sum(0)
+
+    def weigh(self, sets: TokenSets, value_QE: Tensor, factor: float) -> Tensor:
+        p_QE = (self._stats(sets) if value_QE.ndim == 2 else self._any_stats()).probability_QE
+        # The factor goes to the side without a gradient: backward has one product less. It is a tensor because whole
+        # counts times a number of Python are float32, whatever the sums are.
+        weight_QE = value_QE * torch.tensor(factor, dtype=p_QE.dtype)
+        return torch.dot(p_QE.flatten(), weight_QE.expand_as(p_QE).flatten())
 
     def z(self) -> Tensor:
         return self._any_stats().z_Q.sum()

@@ -17,7 +17,6 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.load_balancing import (
     IN_TORCH,
     BalanceKernels,
-    CountedScores,
     RoutingReport,
     balance_losses,
     count_assignments,
@@ -84,24 +83,16 @@ class Router(nn.Module):
         chosen = TopKAssignment(assignment.experts, keep_real(assignment.experts, assignment.kept, real_t))
         plain_tK = self.plain_topk(logits_tE, assignment)
         plain = TopKAssignment(plain_tK, keep_real(plain_tK, None, real_t))
+        losses, plain_E = balance_losses(
+            self.config, logits_tE, plain, batch, self.tokens, earlier_E, scores_tE, self.balance
+        )
         # Counted once each, and only where they differ: a policy's own drops are no drops of the plain top-k.
         num_experts = self.config.num_experts
-        counts_E = count_assignments(chosen, num_experts)
+        same = plain_tK is assignment.experts and assignment.kept is None
+        counts_E = plain_E if same else count_assignments(chosen, num_experts)
         kept_E = counts_E
         if self.drop is not None:
             kept_E = count_assignments(TopKAssignment(assignment.experts, kept_tK), num_experts)
-        same = plain_tK is assignment.experts and assignment.kept is None
-        plain_E = counts_E if same else count_assignments(plain, num_experts)
-        losses = balance_losses(
-            self.config,
-            logits_tE,
-            plain,
-            batch,
-            self.tokens,
-            earlier_E,
-            CountedScores(plain_E, scores_tE),
-            self.balance,
-        )
         return Routing(assignment.experts, prob_tK, kept_tK, kept_E), RoutingReport(counts_E, kept_E, plain_E, losses)
 
     def _logits(self, x_tD: Tensor) -> Tensor:

@@ -144,8 +144,8 @@ def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -
 @torch.no_grad()
 def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, batch: Batch) -> StepSums:
     loss, mtp_loss = label_losses_of(local_model, output, batch)
-    reports = dict(output.reports)
-    overflow = sums.overflow
+    reports, overflow = dict(output.reports), sums.overflow
+    assert len(reports) == len(output.reports), "an MoE layer reports once per microbatch"
     if overflow is not None:
         rows_over = [report.overflow for report in reports.values() if report.overflow is not None]
         overflow = sum(rows_over, overflow)
@@ -164,9 +164,9 @@ def _add_layers(total_M: Tensor, parts: Mapping[int, tuple[Tensor, ...]]) -> Ten
     """Rows of all layers in one addition: an addition per layer would be launches per layer."""
     if not parts:
         return total_M
-    zero = torch.zeros_like(next(iter(parts.values()))[0])
-    num_parts = len(next(iter(parts.values())))
-    rows = [parts.get(row, (zero,) * num_parts) for row in range(len(total_M))]
+    some = next(iter(parts.values()))
+    none = (torch.zeros_like(some[0]),) * len(some)
+    rows = [parts.get(row, none) for row in range(len(total_M))]
     return total_M + torch.stack([part for row in rows for part in row]).view_as(total_M)
 
 

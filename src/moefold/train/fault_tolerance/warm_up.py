@@ -18,11 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
-from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moefold.train.train_loop  # noqa: F401  (ranks would import it one by one)
 from moefold.checkpoint.manifest import build_validators
+from moefold.comm.process_groups import forget_shardings
 from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
 from moefold.data.samples import open_samples
@@ -59,12 +59,11 @@ def warm_up(run: RunConfig, world: int) -> float:
 
 def rehearse(run: RunConfig, world: int) -> None:
     """Build rank 0's model without memory."""
-    forget = getattr(debug, "_clear_sharding_prop_cache", None)
-    if forget is None or dist.is_initialized():
+    if dist.is_initialized():
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         make_optimizer(build_on_meta(run, groups_of(run, world, 0, timedelta(seconds=60)), _CPU))
     finally:
         dist.destroy_process_group()
-        forget()
+        forget_shardings()
