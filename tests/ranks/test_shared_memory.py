@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from moefold.comm import shared_memory
+from moefold.comm import process_groups, shared_memory
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.shared_memory import SharedMemory, in_order, open_shared_memory
 from moefold.comm.sorted_exchange import from_experts, to_experts
@@ -35,13 +37,25 @@ def opened(rank: int, world: int, seconds: float = 60.0) -> SharedMemory:
 
 
 def exchange(memory: SharedMemory, rank: int, sizes: list[list[int]], dtype: torch.dtype, number: int) -> None:
+    check_exchange(
+        lambda received, rows, recv, send: memory.all_to_all(received, rows, in_order(recv), in_order(send)),
+        *(rank, sizes, dtype, number),
+    )
+
+
+def check_exchange(
+    all_to_all: Callable[[Tensor, Tensor, list[int], list[int]], None],
+    rank: int,
+    sizes: list[list[int]],
+    dtype: torch.dtype,
+    number: int,
+) -> None:
     """``sizes[i][j]``: rows from rank i to rank j. Every row tells where it came from, and in which exchange."""
     world = len(sizes)
     rows = [torch.full((sizes[rank][j], 3), (number * 16 + rank * 4 + j) % 251).to(dtype) for j in range(world)]
     expected = [torch.full((sizes[i][rank], 3), (number * 16 + i * 4 + rank) % 251).to(dtype) for i in range(world)]
     received = torch.empty(sum(sizes[i][rank] for i in range(world)), 3, dtype=dtype)
-    recv = in_order([sizes[i][rank] for i in range(world)])
-    memory.all_to_all(received, torch.cat(rows), recv, in_order(sizes[rank]))
+    all_to_all(received, torch.cat(rows), [sizes[i][rank] for i in range(world)], sizes[rank])
     assert torch.equal(received, torch.cat(expected)), number
 
 
@@ -156,6 +170,22 @@ def test_all_ranks_agree_that_it_cannot_be_used(why: str) -> None:
         assert open_shared_memory(dist.group.WORLD, rank, 2, "ep", 10.0) is None
 
     spawn_ranks(work, 2, seconds=30)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_between_hosts_exchanges_arrive_in_pieces(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end inside rows; some ranks send nothing to some."""
+    monkeypatch.setattr(process_groups, "_PIECE_BYTES", 40)
+
+    def work(rank: int) -> None:
+        shared_memory._host = lambda: (rank, 0, 0, 0)  # type: ignore[assignment]
+        ep, draw = groups_of(RunConfig(parallel=ParallelConfig(ep=world)), world, rank, _WAIT)["ep"], random.Random(5)
+        assert ep.memory() is None
+        for number in range(40):
+            sizes = drawn_sizes(draw, world, 1 << draw.randrange(1, 8))
+            check_exchange(ep.all_to_all, rank, sizes, DTYPES[number % len(DTYPES)], number)
+
+    spawn_ranks(work, world, seconds=60)
 
 
 @pytest.mark.parametrize(("world", "experts"), [(2, 3), (4, 2), (3, 1)])

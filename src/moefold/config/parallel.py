@@ -110,7 +110,7 @@ class ParallelConfig:
     # By other libraries on GPUs: deepep, deepep_elastic, symmetric_memory. Planned only: hybridep.
     dispatcher: Literal[DispatcherName, EngineDispatcher, PlannedDispatcherName] = "all_to_all"
     # How rows of experts travel between CPUs. shared_memory: among ranks of one host each reads what its peers wrote;
-    # groups of several hosts use gloo. gloo: always.
+    # groups of several hosts use gloo, in pieces, both directions at once. gloo: its own all-to-all, always.
     cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
     link: LinkConfig = field(default_factory=LinkConfig)
     # two_level: this many neighbouring ranks of an ep group share a host.
