@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import host_faults
+from tests import host_faults, throttled_exchange, throttled_walls
 
 from benchmarks import precision_losses
 from benchmarks.optimizer_formats import BASE
@@ -339,3 +339,28 @@ def test_host_faults() -> None:
     assert host_faults.table(found) in page, "python -m tests.host_faults --write"
     assert found["faults"] == len(found["each"]) + len(found["failed"])
     assert found["recovered"] == sum(one["same_losses"] for one in found["each"])
+
+
+def test_walls_of_slowed_links_and_hosts() -> None:
+    found = json.loads((DOCS / "measured/throttled_walls.json").read_text())
+    _shown(throttled_walls.page_rows(found), "metrics.md")
+    settings = found["settings"].values()
+    assert len(settings) >= 10 and {each["measured"]["wall"] for each in settings} == {
+        "compute",
+        "communication",
+        "host",
+    }
+    assert all(each["predicted"]["wall"] == each["measured"]["wall"] for each in settings)
+
+
+def test_overlap_on_a_slow_link() -> None:
+    found = json.loads((DOCS / "measured/throttled_exchange.json").read_text())
+    _shown(throttled_exchange.page_rows(found), "pipelines.md")
+    for part in ("pairs", "one microbatch"):
+        assert len({round(each["loss"], 5) for each in found[part]["settings"].values()}) == 1
+
+
+def _shown(rows: list[str], page: str) -> None:
+    text = (DOCS / page).read_text()
+    missing = [row for row in rows if row not in text]
+    assert not missing, f"write these rows into docs/{page}:\n" + "\n".join(missing)
