@@ -58,3 +58,29 @@ def test_ctrl_c_before_anything_has_happened(tmp_path: Path) -> None:
     # shell shows 130 for both.
     assert started.returncode in (130, -signal.SIGINT) and said.splitlines()[-1] == "moefold: interrupted", said
     assert "Traceback" not in said
+
+
+def test_ctrl_c_in_a_callback_of_the_interpreter() -> None:
+    """Python drops what is raised in a weak reference's callback, such as an import lock's, and would go on."""
+    program = """
+import os, signal, sys, time, weakref
+from moefold.cli import main
+
+class Lock: ...
+
+def wait(words, stop):
+    lock = Lock()
+    reference = weakref.ref(lock, lambda _: os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1))
+    del lock
+    time.sleep(20)
+    return 0
+
+main._dispatch = wait
+sys.exit(main.main())
+"""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended.returncode, ended.stderr) == (130, "moefold: interrupted\n")

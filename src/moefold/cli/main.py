@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         sys.excepthook = _print_traceback
+        sys.unraisablehook = _interrupt_again
     if words and words[0] in STOPPED_BY_REQUEST:
         with stop_on_signals(until_exit=argv is None) as stop:
             return _dispatch(words, stop)
@@ -109,6 +110,20 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     from moefold.redaction import without_login
 
     sys.stderr.write(without_login("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _interrupt_again(found: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C in a callback of the interpreter, such as those of import locks, is dropped by Python; it was meant."""
+    if found.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(found)
+        return
+    import signal
+    import threading
+
+    # Here it would be dropped once more, so it comes when this has returned. A real signal also ends a wait.
+    again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _explain_unknown(word: str, verb: str, parser: argparse.ArgumentParser) -> str:
