@@ -9,7 +9,7 @@ from typing import Any
 from moefold.api.runs import load_run
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
-from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
+from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine, read_cluster
 from moefold.hardware.machine import over_link, read_machine
 from moefold.plan.launch_command import changes_to_run
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
@@ -101,6 +101,16 @@ class Plan:
         return " ".join(self.proposal.command)
 
     @property
+    def cost(self) -> float | None:
+        """What `days` on all GPUs cost, by the cluster file; None where it says nothing of costs."""
+        return self.proposal.cost
+
+    @property
+    def megawatt_hours(self) -> float:
+        """What the GPUs take in `days` at their full power: at most so much, hosts, network and cooling left out."""
+        return self.proposal.megawatt_hours
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why this layout, one paragraph each."""
         return self.proposal.reasons
@@ -129,6 +139,7 @@ def plan(
     recipes: bool = False,
     framework: FrameworkName = "moefold",
     machine: str | Path | None = None,
+    cluster: str | Path | None = None,
     domain: int | None = None,
     nic_gb_s: float | None = None,
     imbalance: float = 1.0,
@@ -139,12 +150,13 @@ def plan(
     """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
 
     `gpu` is a name that `moefold plan --help` lists; `machine` a file that `moefold bench calibrate` wrote, for CPU
-    ranks instead. `fix` pins choices of the search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own
-    layout, and `recipes` lets it choose a precision recipe too. `domain` is the number of GPUs that fast links join and
-    `nic_gb_s` each GPU's network bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a
-    host of its own behind such a link. `imbalance` is the number of rows of the busiest expert rank over the mean,
-    `headroom` the fraction of memory to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into
-    whatever the GPU has, `tokens` how many the whole training run has.
+    ranks instead; `cluster` a YAML file that describes a cluster of your own (docs/plan.md). `fix` pins choices of the
+    search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own layout, and `recipes` lets it choose a
+    precision recipe too. `domain` is the number of GPUs that fast links join and `nic_gb_s` each GPU's network
+    bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a host of its own behind such a
+    link. `imbalance` is the number of rows of the busiest expert rank over the mean, `headroom` the fraction of memory
+    to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into whatever the GPU has, `tokens` how
+    many the whole training run has.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
@@ -152,15 +164,23 @@ def plan(
     >>> plan.fits, plan.layout["ep"] in (8, 16)
     (True, True)
     """
-    cluster = cluster_for(
-        gpu, gpus, machine=machine, domain=domain, nic_gb_s=nic_gb_s, imbalance=imbalance, headroom=headroom, fit=fit
+    made = cluster_for(
+        gpu,
+        gpus,
+        machine=machine,
+        described=cluster,
+        domain=domain,
+        nic_gb_s=nic_gb_s,
+        imbalance=imbalance,
+        headroom=headroom,
+        fit=fit,
     )
     named, dotted = _origin(run)
     return answer(
         Question(
             run=run,
             name=run.name,
-            cluster=cluster,
+            cluster=made,
             named=named,
             dotted=dotted,
             framework=framework,
@@ -186,6 +206,7 @@ def cluster_for(
     gpus: int | None,
     *,
     machine: str | Path | None = None,
+    described: str | Path | None = None,
     domain: int | None = None,
     nic_gb_s: float | None = None,
     fit: float | None = None,
@@ -193,9 +214,15 @@ def cluster_for(
 ) -> Cluster:
     """The cluster, or every problem with what was asked; `numbers` are further options to check, by their names.
 
-    With ``fit`` every GPU has so many bytes that a run can use.
+    ``described`` is the path of a cluster file. With ``fit`` every GPU has so many bytes that a run can use.
     """
-    problems = [] if gpus is not None else [Problem("gpus", "how many GPUs?", "give --gpus 1024, or gpus=1024")]
+    problems = []
+    if gpus is None and (described is None or machine is not None):
+        problems.append(Problem("gpus", "how many GPUs?", "give --gpus 1024, or gpus=1024"))
+    if machine is not None and described is not None:
+        problems.append(
+            Problem("cluster", "describes GPUs, and --machine ranks on a computer", "leave one of them out")
+        )
     lowest = {"gpus": 1, "domain": 1, "nic": 1e-6, "global_batch": 1, "seq": 1, "imbalance": 1}
     given = {"gpus": gpus, "domain": domain, "nic": nic_gb_s, **numbers}
     for name, low in lowest.items():
@@ -207,14 +234,19 @@ def cluster_for(
         problems.append(Problem("headroom", f"is {headroom:g}", "use a fraction, such as 0.05"))
     if fit is not None and not 2**20 <= fit <= 2**60:
         problems.append(Problem("fit", f"is {fit:g} bytes", "use a size such as 80GiB"))
-    if problems or gpus is None:
+    links = {"domain": domain, "nic_gb_s": nic_gb_s}
+    changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
+    if problems:
         raise ConfigError(*problems)
-    if machine is not None:
+    if described is not None:
+        made = replace(read_cluster(described, gpus), **changes)
+    elif gpus is None:
+        raise AssertionError("a problem already")
+    elif machine is not None:
         measured = read_machine(Path(machine))
         made = cluster_of_machine(measured if nic_gb_s is None else over_link(measured, nic_gb_s), gpus)
     else:
-        changes = {"domain": domain, "nic_gb_s": nic_gb_s}
-        made = cluster_of(gpu, gpus, **{name: value for name, value in changes.items() if value is not None})
+        made = cluster_of(gpu, gpus, **changes)
     if fit is None:
         return made
     return replace(made, gpu=replace(made.gpu, memory_gb=fit / (LABEL_UNIT * USABLE_SHARE)))

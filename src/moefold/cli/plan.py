@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moefold.cli.run_argument import add_run_argument
-from moefold.errors import MoefoldError
+from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.hardware.cluster import GPUS
 from moefold.private_files import replace_file
 from moefold.units import parse_bytes, parse_count
@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu GB200 --gpus 256 --recipes
   moefold plan my_run.yaml --gpus 64 --no-search --json
   moefold plan debug_10m --machine machine.json --gpus 4
+  moefold plan deepseek_v3 --cluster my_cluster.yaml
   moefold plan deepseek_v3 --gpus 1024 --fit 60GiB
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
@@ -52,13 +53,19 @@ def add_to(commands: Any) -> None:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"one of {', '.join(GPUS)} (H100)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (H100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many of them")
     parser.add_argument(
         "--machine",
         type=Path,
         metavar="FILE",
         help="a machine that `moefold bench calibrate` measured, instead of --gpu",
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="a YAML file with a cluster of your own (GPU, network, cost per hour), instead of --gpu",
     )
     parser.add_argument("--domain", type=int, metavar="N", help="GPUs per NVLink domain (the GPU's usual)")
     parser.add_argument("--nic", type=float, metavar="GB/S", help="network bandwidth per GPU (the GPU's usual)")
@@ -185,10 +192,13 @@ def question_of(args: argparse.Namespace) -> Any:
 
     named, asked = load_run(args.name), load_run(args.name, args.changes)
     fit = None if args.fit is None else parse_bytes(args.fit)
+    if args.gpu is not None and args.cluster is not None:
+        raise ConfigError(Problem("gpu", f"is {args.gpu}, and {args.cluster} names one too", "leave one of them out"))
     cluster = cluster_for(
-        args.gpu,
+        args.gpu or "H100",
         args.gpus,
         machine=args.machine,
+        described=args.cluster,
         domain=args.domain,
         nic_gb_s=args.nic,
         global_batch=args.global_batch,

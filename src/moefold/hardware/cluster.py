@@ -11,17 +11,30 @@ generation are slower than their namesakes, and a MIG slice is a fraction of its
 
 In a cluster, neighbours in rank order sit together: ranks r and s share a domain of fast links if
 r // domain == s // domain. Every accelerator has its own share of the network between domains.
+
+A cluster that is not the usual one of its GPU is described in a YAML file (`read_cluster`): what differs from a GPU of
+the table, or a whole GPU of one's own; the network; what an hour of a GPU costs.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from math import isfinite
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Literal, get_args
 
-from moefold.errors import UnknownNameError
+from pydantic import TypeAdapter, ValidationError
+
+from moefold.config.strict import MAX_BYTES, STRICT, ScalarError, read_yaml
+from moefold.errors import ConfigError, Problem, UnknownNameError
 from moefold.hardware.machine import Machine
+
+Network = Literal["ib", "roce", "efa"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +129,10 @@ class Cluster:
     domain: int
     # One accelerator's share of the network between domains, in 1e9 bytes per second and direction.
     nic_gb_s: float
-    # "ib" or "roce", which behave alike here, or "efa", whose small messages are slow.
-    network: str = "ib"
+    # "ib" and "roce" behave alike here; small messages of "efa" are slow.
+    network: Network = "ib"
+    # Of one GPU, in any currency; None if nobody said so.
+    cost_per_gpu_hour: float | None = None
     # Set where the accelerators are processes on one computer that was measured: its rates replace nominal ones.
     machine: Machine | None = None
 
@@ -152,3 +167,144 @@ def cluster_of_machine(machine: Machine, ranks: int) -> Cluster:
         watts=1.0,
     )
     return Cluster(rank, ranks, ranks, rank.nic_gb_s, machine=machine)
+
+
+# ---- a cluster of one's own ----
+
+
+@dataclass(frozen=True)
+class GpuOfFile:
+    """A GPU of one's own: the one that it is ``like`` in all that is not given, or every figure by itself."""
+
+    __pydantic_config__ = STRICT
+
+    like: str | None = None
+    name: str | None = None
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    fp4_tflops: float | None = None
+    memory_gb: float | None = None
+    memory_tb_s: float | None = None
+    link_gb_s: float | None = None
+    domain: int | None = None
+    per_node: int | None = None
+    nic_gb_s: float | None = None
+    host_gb_s: float | None = None
+    architecture: str | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """What `moefold plan --cluster FILE` reads. `gpu` is a name of the table or a section."""
+
+    __pydantic_config__ = STRICT
+
+    gpu: str | GpuOfFile
+    gpus: int | None = None
+    domain: int | None = None
+    nic_gb_s: float | None = None
+    network: Network = "ib"
+    cost_per_gpu_hour: float | None = None
+
+
+# GPUs without units for a format have rate 0 for it.
+_MAY_BE_ZERO = ("fp8_tflops", "fp4_tflops", "cost_per_gpu_hour")
+_EXAMPLE = "a cluster file has `gpu: H100`, or `gpu: {like: H100, memory_gb: 94}`, and `nic_gb_s: 50`"
+
+
+def read_cluster(path: str | Path, num_gpus: int | None = None) -> Cluster:
+    """The cluster that a YAML file describes, of ``num_gpus`` GPUs if given; or every problem with the file."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8")
+        data, problems = read_yaml(text)
+    except OSError as error:
+        raise ConfigError(Problem(str(path), f"cannot be read: {error.strerror}", _EXAMPLE)) from None
+    except (UnicodeDecodeError, ScalarError) as error:
+        raise ConfigError(Problem(str(path), f"is no YAML text: {error}", _EXAMPLE)) from None
+    if problems:
+        raise ConfigError(*(replace(each, path=f"{path}: {each.path}") for each in problems))
+    try:
+        read = _adapter().validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError(*_explained(path, error)) from None
+    except ValueError as error:
+        raise ConfigError(Problem(str(path), f"has a value that no cluster has: {error}", _EXAMPLE)) from None
+    return _cluster_of_file(str(path), read, num_gpus)
+
+
+def _cluster_of_file(path: str, read: ClusterFile, num_gpus: int | None) -> Cluster:
+    problems = _not_positive(path, read)
+    gpu = _gpu_of_file(path, read.gpu, problems)
+    number = read.gpus if num_gpus is None else num_gpus
+    if number is None:
+        problems.append(Problem(f"{path}: gpus", "how many GPUs?", "add `gpus: 256`, or give --gpus 256"))
+    if problems or gpu is None or number is None:
+        raise ConfigError(*problems)
+    return Cluster(
+        gpu,
+        number,
+        read.domain or gpu.domain,
+        read.nic_gb_s or gpu.nic_gb_s,
+        read.network,
+        read.cost_per_gpu_hour,
+    )
+
+
+def _gpu_of_file(path: str, given: str | GpuOfFile, problems: list[Problem]) -> Gpu | None:
+    """The GPU, or None and one more problem."""
+    section = GpuOfFile(like=given) if isinstance(given, str) else given
+    where = f"{path}: gpu" if isinstance(given, str) else f"{path}: gpu.like"
+    own = {field.name: getattr(section, field.name) for field in fields(Gpu)}
+    own = {name: value for name, value in own.items() if value is not None}
+    if section.like is None:
+        missing = [field.name for field in fields(Gpu) if field.name not in own]
+        if missing:
+            words = f"without `like`, and without {', '.join(missing)}"
+            problems.append(Problem(f"{path}: gpu", words, f"add them, or `like: H100` (one of {', '.join(GPUS)})"))
+            return None
+        return Gpu(**own)
+    if section.like not in GPUS:
+        problems.append(Problem(where, f"is {section.like[:40]!r}", f"use one of {', '.join(GPUS)}"))
+        return None
+    # A GPU that differs must not pass for its namesake.
+    name = {} if len(own) == 0 or "name" in own else {"name": f"{section.like} (own)"}
+    return replace(GPUS[section.like], **own, **name)
+
+
+def _not_positive(path: str, read: ClusterFile) -> list[Problem]:
+    """Every number that is none a cluster can have, in both sections."""
+    sections: dict[str, Any] = {"": read}
+    if isinstance(read.gpu, GpuOfFile):
+        sections["gpu."] = read.gpu
+    found = []
+    for prefix, section in sections.items():
+        for field in fields(section):
+            value = getattr(section, field.name)
+            if not isinstance(value, int | float):
+                continue
+            if not isfinite(value) or value < 0 or (value == 0 and field.name not in _MAY_BE_ZERO):
+                found.append(Problem(f"{path}: {prefix}{field.name}", f"is {value:g}", "use a positive number"))
+    return found
+
+
+def _explained(path: str | Path, error: ValidationError) -> list[Problem]:
+    found = []
+    for each in error.errors(include_url=False)[:20]:
+        # pydantic names the branch of `gpu` that it tried; nobody wrote that.
+        keys = [str(part) for part in each["loc"] if part not in ("str", "GpuOfFile")]
+        if each["loc"][-1:] == ("str",):
+            continue
+        known = GpuOfFile if keys[:1] == ["gpu"] else ClusterFile
+        fix = f"known here: {', '.join(field.name for field in fields(known))}"
+        if keys == ["network"]:
+            fix = f"use one of {', '.join(get_args(Network))}"
+        unknown = each["type"] in ("unexpected_keyword_argument", "extra_forbidden")
+        found.append(Problem(f"{path}: {'.'.join(keys)}", "unknown key" if unknown else each["msg"], fix))
+    return found or [Problem(str(path), "describes no cluster", _EXAMPLE)]
+
+
+@cache
+def _adapter() -> TypeAdapter[ClusterFile]:
+    return TypeAdapter(ClusterFile)

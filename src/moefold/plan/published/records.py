@@ -23,7 +23,7 @@ from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherNa
 from moefold.config.precision import ComputeFormat, Graphs, GraphScope, KernelsConfig, PrecisionConfig
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
-from moefold.hardware.cluster import Cluster, gpu_named
+from moefold.hardware.cluster import Cluster, Network, gpu_named
 from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.published.record_model import nearest_config, shape_of_record
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload
@@ -90,7 +90,7 @@ def _cluster(record: Record) -> Cluster:
     # A record of feasibility names the GPU and the number alone.
     hardware = record.get("hardware") or {"gpu": record["gpu"], "num_gpus": record["num_gpus"]}
     gpu = gpu_named(hardware["gpu"])
-    network = "efa" if "EFA" in str(hardware.get("network")) else "ib"
+    network: Network = "efa" if "EFA" in str(hardware.get("network")) else "ib"
     nic = hardware.get("nic_gb_s_per_gpu") or gpu.nic_gb_s
     return Cluster(gpu, hardware["num_gpus"], hardware.get("nvlink_domain") or gpu.domain, nic, network)
 

@@ -13,7 +13,7 @@ from html import escape
 from math import isfinite
 
 from moefold.errors import ConfigError, Problem
-from moefold.hardware.cluster import GPUS, cluster_of
+from moefold.hardware.cluster import GPUS, Cluster, cluster_of
 from moefold.plan.search.proposal import OWN_HEADROOM, Question
 from moefold.plan.search.space import pinned
 from moefold.plan.workload import FrameworkName
@@ -98,7 +98,7 @@ def _headroom(question: Question) -> float:
 
 def question_of_form(values: Mapping[str, str], first: Question) -> Question:
     """The question that these values ask; ``first`` is the one the server was started with."""
-    names = {"run": _runs(first), "gpu": tuple(GPUS), "framework": _FRAMEWORKS}
+    names = {"run": _runs(first), "gpu": _gpus(first), "framework": _FRAMEWORKS}
     problems = [
         Problem(name, f"cannot be {values[name][:40]!r}", f"choose {', '.join(known)}")
         for name, known in names.items()
@@ -119,9 +119,9 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
         name=name,
         named=first.named if name == first.name else recipe(name),
         dotted=first.dotted if name == first.name else {},
-        cluster=cluster_of(
-            values.get("gpu", first.cluster.gpu.name),
-            int(numbers.get("gpus", first.cluster.num_gpus)),
+        cluster=replace(
+            _cluster(values.get("gpu", first.cluster.gpu.name), first.cluster),
+            num_gpus=int(numbers.get("gpus", first.cluster.num_gpus)),
             domain=int(numbers.get("domain", first.cluster.domain)),
             nic_gb_s=numbers.get("nic", first.cluster.nic_gb_s),
         ),
@@ -136,7 +136,7 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
 def form_html(values: Mapping[str, str], first: Question, problems: Sequence[str] = ()) -> str:
     fields = [
         _select("run", "run", _runs(first), values),
-        _select("gpu", "GPU", tuple(GPUS), values),
+        _select("gpu", "GPU", _gpus(first), values),
         _select("framework", "framework", _FRAMEWORKS, values),
         *(_number(name, number, values) for name, number in _NUMBERS.items()),
         *(_select(name, name, (ANY, *known), values) for name, known in _PINS.items()),
@@ -144,6 +144,17 @@ def form_html(values: Mapping[str, str], first: Question, problems: Sequence[str
     ]
     warnings = "".join(f'<p class="warn">{escape(problem)}</p>' for problem in problems)
     return f'{warnings}<form class="ask" method="get" action="/">{"".join(fields)}</form>'
+
+
+def _gpus(first: Question) -> tuple[str, ...]:
+    """Those of the table, and one of the server's own cluster file."""
+    own = () if first.cluster.machine is not None else (first.cluster.gpu.name,)
+    return tuple(dict.fromkeys((*own, *GPUS)))
+
+
+def _cluster(gpu: str, first: Cluster) -> Cluster:
+    """What the server was started with, network and cost included; another GPU is its table's, without a cost."""
+    return first if gpu == first.gpu.name else cluster_of(gpu, first.num_gpus, network=first.network)
 
 
 def _runs(first: Question) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from moefold.html.document import card, document
 from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
-from moefold.plan.report.proposal_report import proposal_data
+from moefold.plan.report.proposal_report import cost_words, proposal_data
 from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
@@ -211,7 +211,7 @@ def _goodput(proposal: Proposal) -> str:
         f"At one failure per {question.mtbf_hours:,.0f} GPU hours this run fails {found.failures_per_day:.2g} times a "
         f"day. A save stops training for {save} and is whole on disk {write} later; a restart takes {restart}. Saving "
         f"every {format_seconds(found.interval)} of training is best. {format_count(question.tokens)} tokens take "
-        f"{proposal.days:,.1f} days."
+        f"{proposal.days:,.1f} days.{cost_words(proposal)}"
     )
     return (
         f'<h2>Goodput under failures</h2><div class="charts"><div class="panel"><div class="bar">{bar}</div>'

@@ -166,6 +166,18 @@ def _goodput_words(proposal: Proposal) -> str:
         f"times a day. Saving every {format_seconds(found.interval)} is best: {found.effective:.1%} of the time trains "
         f"(saves {found.lost_to_saves:.1%}, restarts {found.lost_to_restarts:.1%}, repeated work "
         f"{found.lost_to_repeats:.1%}). {format_count(question.tokens)} tokens take {proposal.days:,.1f} days."
+        f"{cost_words(proposal)}"
+    )
+
+
+def cost_words(proposal: Proposal) -> str:
+    """What the days cost, where the cluster says what an hour of a GPU does."""
+    cluster, cost = proposal.question.cluster, proposal.cost
+    if cost is None:
+        return ""
+    return (
+        f" On {cluster.num_gpus:,} GPUs at {cluster.cost_per_gpu_hour:g} per hour that costs {cost:,.0f}; at "
+        f"{cluster.gpu.watts:g} W each the GPUs take at most {proposal.megawatt_hours:,.0f} MWh."
     )
 
 
@@ -204,6 +216,8 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         if result
         else None,
         "goodput": asdict(proposal.goodput) | {"tokens": question.tokens, "days": proposal.days},
+        "cost": proposal.cost,
+        "megawatt_hours": proposal.megawatt_hours,
         "command": " ".join(proposal.command),
         "beyond_moefold": list(proposal.beyond),
     }

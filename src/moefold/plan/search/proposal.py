@@ -121,6 +121,19 @@ class Proposal:
     goodput: Goodput
     days: float
 
+    @property
+    def cost(self) -> float | None:
+        """Of all GPUs for ``days``; None where nobody said what an hour of one costs."""
+        cluster = self.question.cluster
+        rate = cluster.cost_per_gpu_hour
+        return None if rate is None else rate * cluster.num_gpus * self.days * 24
+
+    @property
+    def megawatt_hours(self) -> float:
+        """Of the GPUs at full power for ``days``; without hosts, network and cooling."""
+        cluster = self.question.cluster
+        return cluster.gpu.watts * cluster.num_gpus * self.days * 24 / 1e6
+
 
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
