@@ -11,6 +11,7 @@ import moefold
 from moefold.cli.main import main
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import GPUS, cluster_of, read_cluster
+from moefold.plan.report.form import form_html, question_of_form, values_of
 
 OWN = """
 gpus: 64
@@ -97,6 +98,16 @@ def test_more_memory_fits_more(tmp_path: Path) -> None:
     run = moefold.load_run("qwen3_30b_a3b")
     plan = moefold.plan(run, cluster=written(tmp_path, OWN), search=False)
     assert plan.capacity_bytes / moefold.plan(run, gpus=64, search=False).capacity_bytes == pytest.approx(94 / 80)
+
+
+def test_the_form_keeps_the_cluster_that_the_server_was_started_with(tmp_path: Path) -> None:
+    run = moefold.load_run("qwen3_30b_a3b")
+    first = moefold.plan(run, cluster=written(tmp_path, OWN), search=False).proposal.question
+    values = values_of(first)
+    assert question_of_form(values, first).cluster == first.cluster
+    assert "H100-94G" in form_html(values, first)
+    other = question_of_form(values | {"gpu": "H200", "gpus": "128"}, first).cluster
+    assert (other.gpu, other.num_gpus, other.network, other.cost_per_gpu_hour) == (GPUS["H200"], 128, "roce", None)
 
 
 def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

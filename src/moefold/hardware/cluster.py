@@ -256,8 +256,8 @@ def _gpu_of_file(path: str, given: str | GpuOfFile, problems: list[Problem]) -> 
     """The GPU, or None and one more problem."""
     section = GpuOfFile(like=given) if isinstance(given, str) else given
     where = f"{path}: gpu" if isinstance(given, str) else f"{path}: gpu.like"
-    own = {field.name: getattr(section, field.name) for field in fields(Gpu)}
-    own = {name: value for name, value in own.items() if value is not None}
+    figures = {field.name: getattr(section, field.name) for field in fields(Gpu)}
+    own: dict[str, Any] = {name: value for name, value in figures.items() if value is not None}
     if section.like is None:
         missing = [field.name for field in fields(Gpu) if field.name not in own]
         if missing:
@@ -268,9 +268,10 @@ def _gpu_of_file(path: str, given: str | GpuOfFile, problems: list[Problem]) -> 
     if section.like not in GPUS:
         problems.append(Problem(where, f"is {section.like[:40]!r}", f"use one of {', '.join(GPUS)}"))
         return None
-    # A GPU that differs must not pass for its namesake.
-    name = {} if len(own) == 0 or "name" in own else {"name": f"{section.like} (own)"}
-    return replace(GPUS[section.like], **own, **name)
+    if own:
+        # A GPU that differs must not pass for its namesake.
+        own.setdefault("name", f"{section.like} (own)")
+    return replace(GPUS[section.like], **own)
 
 
 def _not_positive(path: str, read: ClusterFile) -> list[Problem]:
