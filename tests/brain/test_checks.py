@@ -42,7 +42,7 @@ from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
-from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig
+from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig, RankOrderConfig
 from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import DpoConfig, RoutingTraceConfig, SavingConfig, StragglersConfig, TrainConfig
@@ -344,6 +344,18 @@ CASES = [
         with_tp(2),
         with_tp(2, moe=MoEConfig(shared_hidden_dim=31)),
         "parallel.tp",
+    ),
+    (
+        parallel.rank_orders_name_every_axis,
+        RunConfig(parallel=ParallelConfig(rank_order=RankOrderConfig("dp-cp-tp-pp", "edp-etp-ep-pp"))),
+        RunConfig(parallel=ParallelConfig(rank_order=RankOrderConfig("tp-cp-ep-dp-pp"))),
+        "parallel.rank_order.dense",
+    ),
+    (
+        parallel.rank_orders_name_every_axis,
+        RunConfig(),
+        RunConfig(parallel=ParallelConfig(rank_order=RankOrderConfig(expert="etp-pp-ep-edp"))),
+        "parallel.rank_order.expert",
     ),
     (
         parallel.experts_divide_over_ep,

@@ -12,7 +12,7 @@ from moefold.checks import context, parallel
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
-from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.parallel import ContextConfig, ParallelConfig, RankOrderConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 from moefold.topology.folded_layout import fold
@@ -96,6 +96,12 @@ CASES = [
         run_with(dynamic_cp=True, data=PACKED),
         run_with(dynamic_cp=True),
         DYNAMIC,
+    ),
+    (
+        context.dynamic_cp_has_neighbours,
+        run_with(dynamic_cp=True, data=PACKED, rank_order=RankOrderConfig("cp-tp-dp-pp")),
+        run_with(dynamic_cp=True, data=PACKED, rank_order=RankOrderConfig("tp-dp-cp-pp")),
+        "parallel.rank_order.dense",
     ),
     (
         context.dynamic_cp_has_an_even_inner,

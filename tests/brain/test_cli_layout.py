@@ -57,9 +57,21 @@ def test_json_is_data(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_an_order_puts_another_axis_inside_a_domain(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layout", "--world", "64", "--ep", "8", "--domain", "8"]
+    assert main(words) == 0
+    assert "domain of 8:  leave it: dp, edp" in capsys.readouterr().out
+    assert main([*words, "--expert-order", "etp-edp-ep-pp"]) == 0
+    out = capsys.readouterr().out
+    (summary,) = (line for line in out.splitlines() if line.startswith("domain of 8:"))
+    leave, stay = summary.split(";")
+    assert " ep," in leave and "edp" not in leave and "edp" in stay
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["layout", "--world", "8", "--dense-order", "tp-pp"], "innermost first: tp-cp-dp-pp, tp-dp-cp-pp"),
         (["layuot"], "did you mean 'layout'?"),
         (["layout", "--world", "8", "--ep", "3"], "choose ep from [1, 2, 4, 8]"),
         (["layout", "--world", "8", "--rank", "8"], "choose from 0 to 7"),

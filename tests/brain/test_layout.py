@@ -9,15 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ParallelConfig, RankOrderConfig
 from moefold.errors import LayoutError
-from moefold.topology.folded_layout import GROUPS, FoldedLayout, fold, locality
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS, GROUPS, FoldedLayout, fold, locality
 
 LARGE = ParallelConfig(pp=16, tp=4, cp=2, ep=64)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> FoldedLayout:
+def folds(draw: st.DrawFn) -> tuple[ParallelConfig, int]:
     """Both grids of one stage are drawn as factors of the same number, so every draw is legal."""
     sizes = st.sampled_from([1, 1, 2, 3, 4])
     tp, cp, dp_replicate, dp_shard, pp = (draw(sizes) for _ in range(5))
@@ -26,10 +26,15 @@ def layouts(draw: st.DrawFn) -> FoldedLayout:
     ep = draw(st.sampled_from(divisors(stage // etp)))
     edp_replicate = draw(st.sampled_from(divisors(stage // etp // ep)))
     assume(stage * pp <= 512)
+    order = RankOrderConfig(draw(st.sampled_from(DENSE_ORDERS)), draw(st.sampled_from(EXPERT_ORDERS)))
     parallel = ParallelConfig(
-        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp_replicate=dp_replicate, edp_replicate=edp_replicate
+        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp_replicate=dp_replicate, edp_replicate=edp_replicate, rank_order=order
     )
-    return fold(parallel, stage * pp)
+    return parallel, stage * pp
+
+
+def layouts() -> st.SearchStrategy[FoldedLayout]:
+    return folds().map(lambda drawn: fold(*drawn))
 
 
 def divisors(number: int) -> list[int]:
@@ -71,6 +76,73 @@ def test_locality_counts_what_enumeration_counts(layout: FoldedLayout, domain: i
         found = locality(layout, spec, domain)
         assert (found.num_groups, found.fewest_domains, found.most_domains) == (len(spans), min(spans), max(spans))
         assert found.num_leaving == sum(span > 1 for span in spans)
+
+
+def by_loops(order: str, sizes: dict[str, int]) -> list[dict[str, int]]:
+    """Coordinates of every rank: count up, the axis that the order names first the fastest, dp's shards before its
+    replicas."""
+    axes = []
+    for name in order.split("-"):
+        axes += [f"{name}_shard", f"{name}_replicate"] if name in ("dp", "edp") else [name]
+    found = [dict.fromkeys(axes, 0)]
+    while True:
+        following = dict(found[-1])
+        for axis in axes:
+            following[axis] += 1
+            if following[axis] < sizes[axis]:
+                break
+            following[axis] = 0
+        else:
+            return found
+        found.append(following)
+
+
+@given(folds())
+def test_coordinates_and_groups_are_those_of_an_odometer(drawn: tuple[ParallelConfig, int]) -> None:
+    parallel, world = drawn
+    layout = fold(parallel, world)
+    orders = {"attention": parallel.rank_order.dense, "expert": parallel.rank_order.expert}
+    for name, grid in (("attention", layout.attention), ("expert", layout.expert)):
+        places = by_loops(orders[name], dict(grid.axes))
+        assert [grid.coordinates(rank) for rank in range(world)] == places
+        for group, spec in GROUPS.items():
+            if spec.grid != name:
+                continue
+            others = [axis for axis, _ in grid.axes if axis not in spec.axes]
+            for rank in range(0, world, max(1, world // 7)):
+                here = [places[rank][axis] for axis in others]
+                expected = [each for each in range(world) if [places[each][axis] for axis in others] == here]
+                assert layout.ranks(group, rank) == tuple(expected)
+
+
+@given(folds())
+def test_samples_go_to_coordinates_whatever_the_order_of_ranks_is(drawn: tuple[ParallelConfig, int]) -> None:
+    """Places of tokens are dp, then cp, then tp: loops over coordinates find the rank of each."""
+    parallel, world = drawn
+    layout, at = fold(parallel, world), {}
+    for rank in range(world):
+        at[tuple(layout.coordinate(rank, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))] = rank
+    stage = world // parallel.pp
+    assert [layout.token_place(at[key]) for key in sorted(at)] == list(range(stage)) * parallel.pp
+    for rank in range(world):
+        assert layout.context_place(rank) == layout.token_place(rank) // parallel.tp
+        assert layout.context_ranks(rank, parallel.cp) == layout.ranks("cp", rank)
+        assert layout.context_place(rank) % parallel.cp == layout.index("cp", rank)
+    if parallel.rank_order.dense.index("cp") < parallel.rank_order.dense.index("dp"):
+        # Groups of dynamic context parallelism: neighbours by place, ascending in rank.
+        for size in layout.context_sizes(dynamic=True):
+            ranks = layout.context_ranks(at[min(at)], size)
+            assert ranks == tuple(sorted(ranks)) and [layout.context_place(rank) for rank in ranks] == [*range(size)]
+
+
+def test_another_axis_may_have_neighbouring_ranks() -> None:
+    """The replicas of experts inside a domain of 8, and ep over all domains."""
+    inner_edp = ParallelConfig(ep=8, rank_order=RankOrderConfig(expert="etp-edp-ep-pp"))
+    layout = fold(inner_edp, 64)
+    assert layout.ranks("edp", 9) == tuple(range(8, 16)) and layout.ranks("ep", 9) == tuple(range(1, 64, 8))
+    assert locality(layout, GROUPS["edp"], 8).num_leaving == 0 and locality(layout, GROUPS["ep"], 8).most_domains == 8
+    usual = fold(ParallelConfig(ep=8), 64)
+    assert locality(usual, GROUPS["ep"], 8).num_leaving == 0 and locality(usual, GROUPS["edp"], 8).most_domains == 8
 
 
 def test_by_hand() -> None:
@@ -120,6 +192,15 @@ def test_sixteen_thousand_ranks_and_a_hundred_times_as_many_are_quick() -> None:
             "parallel.dp_replicate: 3 replicas do not divide dp = 8/(1*1*1) = 8; "
             "choose dp_replicate from [1, 2, 4, 8]\n"
             "parallel.edp_replicate: 4 replicas do not divide edp = 8/(1*4) = 2; choose edp_replicate from [1, 2]",
+        ),
+        (
+            ParallelConfig(tp=2, rank_order=RankOrderConfig("tp-pp-cp-dp", "ep-etp")),
+            8,
+            "parallel.rank_order.dense: 'tp-pp-cp-dp' is not an order of tp, cp, dp with pp last: with pp further in, "
+            "a pipeline stage would not be the same ranks in both grids; innermost first: tp-cp-dp-pp, tp-dp-cp-pp, "
+            "cp-tp-dp-pp, cp-dp-tp-pp, dp-tp-cp-pp, dp-cp-tp-pp\n"
+            "parallel.rank_order.expert: 'ep-etp' is not an order of etp, ep, edp with pp last; innermost first: "
+            "etp-ep-edp-pp, etp-edp-ep-pp, ep-etp-edp-pp, ep-edp-etp-pp, edp-etp-ep-pp, edp-ep-etp-pp",
         ),
         (
             ParallelConfig(tp=0, ep=-2),

@@ -17,6 +17,7 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record, tensors_elsewhere
 from moefold.checkpoint.step_dirs import verify
 from moefold.comm.process_groups import Groups
+from moefold.config.parallel import RankOrderConfig
 from moefold.config.run import RunConfig
 from moefold.parallel.parallelize import build_local_model
 from moefold.pipeline.step import make_optimizer
@@ -24,6 +25,11 @@ from moefold.prove.proof_inputs import proof_init
 
 # (world, degrees)
 Layout = tuple[int, dict[str, Any]]
+
+
+def ordered(layout: Layout, dense: str, expert: str) -> Layout:
+    return layout[0], {**layout[1], "rank_order": RankOrderConfig(dense, expert)}
+
 
 ALONE: Layout = (1, {})
 # Everything at once: a pipeline of two times two stages with documents cut over two ranks, one folded over tp and dp,
@@ -38,6 +44,9 @@ EMPTY: Layout = (3, {"pp": 3, "stages": "Ettt||mL"})
 # Of the saving and of the loading run: every axis once.
 PAIRS: list[tuple[Layout, Layout]] = [
     ((3, {}), (4, {"tp": 2, "ep": 2, "etp": 2})),
+    # Other ranks are neighbours, on either side.
+    (ordered((4, {"tp": 2, "ep": 2}), "dp-tp-cp-pp", "etp-edp-ep-pp"), (4, {"tp": 2, "ep": 2})),
+    ((4, {"ep": 2, "etp": 2, "cp": 2}), ordered((8, {"tp": 2, "ep": 2, "etp": 2}), "dp-cp-tp-pp", "edp-ep-etp-pp")),
     (IN_A_V, EMPTY),
     (ALONE, (4, {"tp": 2, "ep": 4})),
     ((4, {"tp": 2, "ep": 4}), ALONE),
@@ -92,11 +101,14 @@ PAIRS += [
     (flat(EMPTY), flat(FOLDED)),
 ]
 # The pairs that `make check` tries.
-QUICK = (0, 1, len(PAIRS) - 16, len(PAIRS) - 15)
+QUICK = (0, 1, 2, len(PAIRS) - 16, len(PAIRS) - 15)
 
 
 def label(pair: tuple[Layout, Layout]) -> str:
-    sides = ("x".join([str(world), *(f"{name}{size}" for name, size in degrees.items())]) for world, degrees in pair)
+    def word(name: str, size: Any) -> str:
+        return f"{size.dense}+{size.expert}" if isinstance(size, RankOrderConfig) else f"{name}{size}"
+
+    sides = ("x".join([str(world), *(word(*each) for each in degrees.items())]) for world, degrees in pair)
     return "-to-".join(sides)
 
 

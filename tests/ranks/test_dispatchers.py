@@ -60,7 +60,7 @@ def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
     if kind == "all_gather_fixed":
         block = groups["expert_block"]
         tokens = tuple(TOKENS_OF_RANK[rank] for rank in block.ranks)
-        return AllGatherDispatcher(EXPERTS, block, groups["etp"].size, tokens, capacity)
+        return AllGatherDispatcher(EXPERTS, block, groups["ep"], tokens, capacity)
     return DISPATCHERS[kind](RUN, groups, SYNC_SPLIT_SIZES)
 
 

@@ -11,7 +11,7 @@ import moefold
 from moefold.checks.run_all import problems
 from moefold.cli.main import main
 from moefold.config.data import DataConfig, PackingMode
-from moefold.config.parallel import DispatcherName, ParallelConfig
+from moefold.config.parallel import DispatcherName, ParallelConfig, RankOrderConfig
 from moefold.config.precision import Format
 from moefold.config.precision_recipes import RecipeName
 from moefold.errors import ConfigError
@@ -25,6 +25,7 @@ from moefold.prove.random_cases import draw_case, draw_cases, draw_narrow_cases
 from moefold.prove.reference import reference
 from moefold.prove.unchanged_bits import is_repeated
 from moefold.prove.verdict import prove
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
 
 NARROW = CASES["narrow"]
 
@@ -40,10 +41,11 @@ def in_layout(
     return Case(replace(NARROW.run, parallel=parallel, data=data, precision=precision), world)
 
 
+@pytest.mark.parametrize("order", DENSE_ORDERS)
 @pytest.mark.parametrize("packing", ["concat", "bin_packed"])
-def test_calls_have_the_tokens_of_their_ranks(packing: PackingMode) -> None:
+def test_calls_have_the_tokens_of_their_ranks(packing: PackingMode, order: str) -> None:
     """Against the batches that ranks run: the tokens of a context shard, and of a tp rank a run of them."""
-    case = in_layout(ParallelConfig(cp=2, tp=2), 8, packing)
+    case = in_layout(ParallelConfig(cp=2, tp=2, rank_order=RankOrderConfig(order)), 8, packing)
     labels = labels_of_batch(case)
     for wave in range(case.num_waves):
         whole = wave_batch(case, wave, labels)
@@ -73,6 +75,24 @@ def test_experts_have_rows_in_the_order_of_their_dispatcher(changes: dict[str, o
     whole = wave_batch(case, 0, labels_of_batch(case))
     (block,) = call_rows(case.run, whole).expert_blocks
     assert torch.cat(block).tolist() == [7 * rank + token for rank in order for token in range(7)]
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("expert", EXPERT_ORDERS)
+@pytest.mark.parametrize("dense", DENSE_ORDERS)
+def test_blocks_of_experts_are_those_of_the_order_of_ranks(dense: str, expert: str, dispatcher: DispatcherName) -> None:
+    """Every rank's tokens are in the call of its own block, in the order of the block's ranks or by etp, then ep."""
+    parallel = ParallelConfig(tp=2, ep=2, etp=2, dispatcher=dispatcher, rank_order=RankOrderConfig(dense, expert))
+    case = in_layout(parallel, 8)
+    layout, whole = case.layout, wave_batch(case, 0, labels_of_batch(case))
+    rows = call_rows(case.run, whole)
+    assert len(rows.expert_blocks) == 2
+    for block in rows.expert_blocks:
+        held = [next(place for place, own in enumerate(rows.own) if torch.equal(own, part)) for part in block]
+        ranks = [next(rank for rank in range(8) if layout.token_place(rank) == place) for place in held]
+        assert tuple(sorted(ranks)) == layout.ranks("expert_block", ranks[0])
+        places = [(layout.coordinate(rank, "etp"), layout.coordinate(rank, "ep")) for rank in ranks]
+        assert ranks == sorted(ranks) if dispatcher == "all_gather" else places == sorted(places)
 
 
 def test_calls_decide_what_is_narrowed_over_several_rows_and_nothing_else() -> None:

@@ -7,7 +7,7 @@ from moefold.config.attention import GQAConfig
 from moefold.config.parallel import ContextMode
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
-from moefold.topology.folded_layout import FoldedLayout
+from moefold.topology.folded_layout import DENSE_ORDERS, FoldedLayout
 
 
 def modes_in_use(run: RunConfig) -> dict[str, ContextMode]:
@@ -70,6 +70,20 @@ def dynamic_cp_has_bin_packed_documents(run: RunConfig) -> Problem | None:
     )
 
 
+def dynamic_cp_has_neighbours(run: RunConfig) -> Problem | None:
+    """Groups of any size are runs of ranks along cp and then dp, numbered as process groups are: by rank."""
+    order = run.parallel.rank_order.dense
+    names = order.split("-")
+    if not run.parallel.dynamic_cp or order not in DENSE_ORDERS or names.index("cp") < names.index("dp"):
+        return None
+    fitting = ", ".join(each for each in DENSE_ORDERS if each.index("cp") < each.index("dp"))
+    return Problem(
+        "parallel.rank_order.dense",
+        f"{order} has dp inside of cp, and parallel.dynamic_cp makes groups of neighbours along cp first",
+        f"use one of {fitting}, or parallel.dynamic_cp false",
+    )
+
+
 def dynamic_cp_halves_evenly(run: RunConfig, layout: FoldedLayout) -> Problem | None:
     dp, cp = layout.size("dp"), layout.size("cp")
     if not run.parallel.dynamic_cp or _is_power_of_two(dp * cp):
@@ -110,6 +124,7 @@ RULES = (
     inner_divides_cp,
     inner_is_used,
     dynamic_cp_has_bin_packed_documents,
+    dynamic_cp_has_neighbours,
     dynamic_cp_has_an_even_inner,
 )
 RULES_WITH_LAYOUT = (heads_divide_over_every_all_to_all, dynamic_cp_halves_evenly)

@@ -17,7 +17,7 @@ from moefold.config.parallel import NamedDispatcher, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, LayoutError, Problem, did_you_mean
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.folded_layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, fold, order_problems
 
 # Backends of experts that leave out rows past those of the last expert. grouped reads no count on the host; sequential
 # and fused do, which costs nothing on a CPU.
@@ -248,6 +248,10 @@ def chunks_have_rows_to_exchange(run: RunConfig) -> list[Problem]:
     return found
 
 
+def rank_orders_name_every_axis(run: RunConfig) -> list[Problem]:
+    return list(order_problems(run.parallel))
+
+
 DISPATCH_RULES = (
     padded_capacity_has_fixed_row_counts,
     ep_inner_divides_ep,
@@ -329,6 +333,7 @@ def microbatches_fit_the_schedule(run: RunConfig, layout: FoldedLayout) -> list[
 
 PIPELINE_RULES = (stages_hold_every_layer, schedule_is_known, virtual_stages_fit_the_schedule)
 RULES = (
+    rank_orders_name_every_axis,
     heads_divide_over_tp,
     kv_heads_divide_over_tp,
     linear_heads_divide_over_tp,

@@ -61,7 +61,8 @@ def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
         return found
     layout, unfolded = parallel.layout_or_problems(run, world)
     if layout is None:
-        return found + unfolded
+        # Orders of ranks are looked at without a world too.
+        return found + [problem for problem in unfolded if problem not in found]
     return found + _flat(rule(run, layout) for rule in RULES_WITH_LAYOUT)
 
 

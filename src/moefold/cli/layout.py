@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ParallelConfig, RankOrderConfig
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
 from moefold.topology.folded_layout import GROUPS, FoldedLayout, Grid, Locality, fold, locality
@@ -39,6 +39,13 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     for name, meaning in _SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help=f"{meaning} (1)")
+    for grid, usual in asdict(RankOrderConfig()).items():
+        parser.add_argument(
+            f"--{grid}-order",
+            default=usual,
+            metavar="ORDER",
+            help=f"axes of the {grid} grid, innermost first ({usual})",
+        )
     parser.add_argument(
         "--domain", type=int, action="append", metavar="N", help="ranks per NVLink domain; may be repeated (8 and 72)"
     )
@@ -48,7 +55,8 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    layout = fold(ParallelConfig(**{name: getattr(args, name) for name in _SIZES}), args.world)
+    order = RankOrderConfig(args.dense_order, args.expert_order)
+    layout = fold(ParallelConfig(rank_order=order, **{name: getattr(args, name) for name in _SIZES}), args.world)
     domains = list(dict.fromkeys(args.domain or (8, 72)))
     _refuse(layout, domains, args.rank)
     places = {name: [locality(layout, spec, domain) for domain in domains] for name, spec in GROUPS.items()}

@@ -68,6 +68,21 @@ class EchoConfig:
 
 
 @dataclass(frozen=True)
+class RankOrderConfig:
+    """Which ranks are neighbours along which axis: the axis whose ranks are consecutive first, pp last in both.
+
+    As Megatron's `--order`. The axes named first stay inside a host or an NVLink domain; no result changes.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Of the attention grid: any order of tp, cp and dp, then pp.
+    dense: str = "tp-cp-dp-pp"
+    # Of the expert grid: any order of etp, ep and edp, then pp.
+    expert: str = "etp-ep-edp-pp"
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Degrees of the attention grid and the expert grid, and how tokens travel between them."""
 
@@ -78,6 +93,7 @@ class ParallelConfig:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    rank_order: RankOrderConfig = field(default_factory=RankOrderConfig)
     # Pipeline: virtual stages per rank, the schedule, and which layers each stage has, as in
     # `Et*3|(tt|)*29m|L`; None balances the layers' costs.
     vpp: int = 1

@@ -8,11 +8,13 @@ rank that holds some of them, because one scale is for the rows of all of a rank
 a single row is the same with and without this. Where ranks route tokens of zeros (``kernels.row_padding:
 routing_map``), these lie between the rows of two ranks, and so they do here.
 
-Ranks are counted inside of a stage. R rows of a call, N tokens of a wave.
+Ranks are counted inside of a stage by their tokens: dp, then cp, then tp, whichever ranks are neighbours
+(`parallel.rank_order`). R rows of a call, N tokens of a wave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_kernels import GroupedMatmul
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.plan.dispatch_choice import dispatcher_in_use
+from moefold.topology.folded_layout import FoldedLayout, fold
 
 
 class CallRows(NamedTuple):
@@ -46,30 +49,33 @@ class CallRows(NamedTuple):
 
 def call_rows(run: RunConfig, batch: Batch) -> CallRows:
     """``batch``: all microbatches of a wave, which knows what each rank holds of them."""
-    tp, block = run.parallel.tp, run.parallel.ep * run.parallel.etp
-    ranks = range(len(batch.shards.sizes))
+    tp, ranks = run.parallel.tp, range(len(batch.shards.sizes))
     own = tuple((batch.shards.set_of_token_T == rank).nonzero().flatten() for rank in ranks)
-    order = source_order(run)
+    # Of the first stage.
+    layout = fold(run.parallel, run.parallel.pp * len(ranks))
+    blocks = dict.fromkeys(layout.ranks("expert_block", rank) for rank in ranks)
     return CallRows(
         gathered=tuple(torch.cat(own[first : first + tp]) for first in ranks[::tp]),
         own=own,
-        expert_blocks=tuple(tuple(own[first + source] for source in order) for first in ranks[::block]),
+        expert_blocks=tuple(
+            tuple(own[layout.token_place(source)] for source in source_order(run, layout, block)) for block in blocks
+        ),
     )
 
 
-def source_order(run: RunConfig) -> list[int]:
+def source_order(run: RunConfig, layout: FoldedLayout, block: Sequence[int]) -> list[int]:
     """The ranks of an expert block in the order in which an expert has their rows.
 
     ``all_gather`` has them in the order of ranks. By all-to-all, rows come from the ep peers first, and then from those
     of every etp peer; over two levels, first from every host to the rank of the same number.
     """
-    parallel = run.parallel
-    ep, etp, dispatcher = parallel.ep, parallel.etp, dispatcher_in_use(run)
+    parallel, dispatcher = run.parallel, dispatcher_in_use(run)
     if dispatcher == "all_gather":
-        return list(range(ep * etp))
-    inside = parallel.ep_inner if dispatcher == "two_level" else ep
-    peers = [host * inside + index for index in range(inside) for host in range(ep // inside)]
-    return [peer * etp + shard for shard in range(etp) for peer in peers]
+        return list(block)
+    inside = parallel.ep_inner if dispatcher == "two_level" else parallel.ep
+    peers = [host * inside + index for index in range(inside) for host in range(parallel.ep // inside)]
+    held = [layout.ranks("ep", rank) for rank in layout.ranks("etp", block[0])]
+    return [each[peer] for each in held for peer in peers]
 
 
 @dataclass

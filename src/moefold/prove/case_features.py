@@ -14,6 +14,7 @@ from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.prove.cases import Case
 from moefold.prove.verdict import Verdict
 from moefold.schedule.names import schedule_named
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def features_of(case: Case) -> Iterator[tuple[str, str]]:
@@ -91,6 +92,7 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     sizes = {axis: layout.size(axis) for axis in ("pp", "cp", "tp", "dp", "ep", "etp", "edp")}
     for axis, size in sizes.items():
         yield f"{axis} =", str(size)
+    yield from _order_features(layout)
     alone = sizes["ep"] * sizes["etp"] == 1
     yield "experts", case.run.kernels.experts
     yield from (("graphs of", scope) for scope in case.run.kernels.graph_scope if case.run.kernels.graphs != "none")
@@ -119,6 +121,14 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     ):
         if replicas > 1:
             yield "hybrid sharding", f"{what}: " + ("replicated" if replicas == ways else "replicated shards")
+
+
+def _order_features(layout: FoldedLayout) -> Iterator[tuple[str, str]]:
+    """Of the axes of more than one rank inside of a stage, where there are several, which has neighbouring ranks."""
+    for what, grid in (("dense", layout.attention), ("experts", layout.expert)):
+        axes = [axis.removesuffix("_shard").removesuffix("_replicate") for axis, size in grid.axes[1:] if size > 1]
+        if len(set(axes)) > 1:
+            yield "rank order", f"{what}: {axes[-1]} innermost"
 
 
 def _folding(case: Case) -> str:

@@ -17,11 +17,12 @@ from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeC
 from moefold.config.memory import MemoryConfig, RetainedStep, Retention
 from moefold.config.message_casts import DispatchFormat
 from moefold.config.model import LoraConfig, ModelConfig
-from moefold.config.parallel import EchoConfig
+from moefold.config.parallel import EchoConfig, RankOrderConfig
 from moefold.config.precision import CastBackend, GraphScope, PrecisionConfig, RowPadding
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks, shares_amaxes_of_shares
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
 
 # Of the cases in float64, those that are given a precision recipe; some of them cannot have it.
 _RECIPE_SHARE = 0.45
@@ -227,6 +228,17 @@ def with_graphs(run: RunConfig, world: int) -> RunConfig:
         kernels=replace(run.kernels, graphs="partial", graph_scope=scope),
     )
     return unless_refused(run, changed, world)
+
+
+def with_rank_order(run: RunConfig, world: int) -> RunConfig:
+    """Any order of the axes of both grids in half of the cases; the attention grid of some cannot have it."""
+    random = Random(f"order of {run.seed}")
+    if random.random() < 0.5:
+        return run
+    order = RankOrderConfig(expert=random.choice(EXPERT_ORDERS))
+    run = replace(run, parallel=replace(run.parallel, rank_order=order))
+    both = replace(run.parallel, rank_order=replace(order, dense=random.choice(DENSE_ORDERS)))
+    return unless_refused(run, replace(run, parallel=both), world)
 
 
 def with_exchanges(run: RunConfig) -> RunConfig:

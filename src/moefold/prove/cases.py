@@ -27,7 +27,7 @@ from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ParallelConfig, RankOrderConfig
 from moefold.config.precision import ComputeFormat, Format, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
@@ -69,7 +69,10 @@ class Case:
     def title(self) -> str:
         degrees = {"dp": self.layout.size("dp"), "edp": self.layout.size("edp")}
         degrees |= {axis: getattr(self.run.parallel, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
-        return f"{self.run.name} on {self.world}: " + " ".join(f"{k}{v}" for k, v in degrees.items() if v > 1)
+        words = [f"{k}{v}" for k, v in degrees.items() if v > 1]
+        order = self.run.parallel.rank_order
+        words += [f"ranks {order.dense} {order.expert}"] if order != RankOrderConfig() else []
+        return f"{self.run.name} on {self.world}: {' '.join(words)}"
 
 
 def _packed_window(random: Random, length: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig
-from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig
+from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig, RankOrderConfig
 from moefold.config.precision import Format, KernelsConfig, PrecisionConfig
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
@@ -134,6 +134,17 @@ _ONE_STAGE = (
     ),
     _paged("paged", 4.0, MemoryConfig(retain=_PAGED, page_rows=4, page_bound=1.3, page_spill=0.3)),
     _paged("paged, run twice", 4.0, MemoryConfig(retain=_PAGED, page_rows=1, page_bound=1.0)),
+    # No axis has the neighbours that it usually has.
+    _case(
+        "ordered",
+        ParallelConfig(tp=2, ep=2, rank_order=RankOrderConfig("dp-tp-cp-pp", "etp-edp-ep-pp")),
+        _model(),
+    ),
+    _case(
+        "ordered and split",
+        ParallelConfig(tp=2, ep=2, etp=2, dispatcher="all_gather", rank_order=RankOrderConfig(expert="ep-etp-edp-pp")),
+        _model(),
+    ),
     _case("replicated", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
     _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
 )

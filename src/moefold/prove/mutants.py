@@ -117,6 +117,17 @@ MUTANTS = (
         "other ranks do not learn which assignments were dropped",
     ),
     Mutant(
+        parallel_faults.samples_by_rank_number, "ordered", "tp is taken to have neighbouring ranks when data is read"
+    ),
+    Mutant(
+        parallel_faults.experts_by_rank_number, "ordered", "ep is taken to have neighbouring ranks when experts load"
+    ),
+    Mutant(
+        parallel_faults.experts_by_place_in_the_block,
+        "ordered and split",
+        "etp is taken to have neighbouring ranks when assignments are renumbered",
+    ),
+    Mutant(
         exchange_faults.balance_counts_the_biased_topk,
         "limited",
         "balance losses count the top-k with bias and groups",

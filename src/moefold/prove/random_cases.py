@@ -35,6 +35,7 @@ from moefold.prove.case_variants import (
     with_interleaved_layers,
     with_narrow_savings,
     with_overlaps,
+    with_rank_order,
     with_recipes,
     with_row_bounds,
 )
@@ -133,7 +134,8 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
                 run = with_recipes(with_finetuning(run, degrees.world), degrees.world)
                 run = with_narrow_savings(run, degrees.world)
             run = with_row_bounds(with_clones(with_exchanges(run), degrees.world), degrees.world)
-            return Case(with_graphs(with_overlaps(run, degrees.world), degrees.world), degrees.world)
+            run = with_graphs(with_overlaps(run, degrees.world), degrees.world)
+            return Case(with_rank_order(run, degrees.world), degrees.world)
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:

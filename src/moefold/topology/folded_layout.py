@@ -3,6 +3,8 @@
 Every rank has coordinates in two grids. The attention grid places tokens and dense weights, the expert grid places
 experts. Axes are listed from the outermost to the innermost, which has neighbouring ranks. Both grids have `pp`
 outermost and of the same size, so a pipeline stage is the same set of ranks in both: that is what makes folding legal.
+The axes inside of a stage may have any order (`parallel.rank_order`), each grid its own: it decides which groups stay
+inside an NVLink domain, and nothing that is computed. So nothing outside of this file may assume a stride.
 
 The data-parallel axes have two parts. Over `*_shard` a parameter is sharded, over `*_replicate` the shards are
 replicated (hybrid sharding); with one replica the shard part is the whole axis.
@@ -23,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, permutations, product
 from math import gcd, prod
 from types import MappingProxyType
 from typing import Literal
@@ -130,15 +132,32 @@ class FoldedLayout:
 
     def context_ranks(self, rank: int, size: int) -> tuple[int, ...]:
         """The ranks over which this rank's microbatch is sharded: ``size`` neighbours along dp and cp."""
-        stride = self.attention.stride("cp")
         place = self.context_place(rank)
-        first = rank - place % size * stride
-        return tuple(first + number * stride for number in range(size))
+        # The rank of place 0 that has this one's other coordinates.
+        base, first = self.attention.group_of(rank, _CONTEXT_AXES)[0], place - place % size
+        return tuple(base + self._context_offset(first + number) for number in range(size))
 
     def context_place(self, rank: int) -> int:
-        """This rank's number along dp and cp together; aligned runs of neighbours may be context-parallel groups."""
-        stage = self.attention.stride("pp")
-        return rank % stage // self.attention.stride("cp")
+        """This rank's number along dp and cp together; aligned runs of neighbours may be context-parallel groups.
+
+        cp varies fastest whatever the order of ranks is, so which samples a coordinate reads does not depend on it.
+        """
+        place = 0
+        for axis in _CONTEXT_AXES:
+            place = place * self.attention.size(axis) + self.attention.coordinate(rank, axis)
+        return place
+
+    def _context_offset(self, place: int) -> int:
+        offset = 0
+        for axis in reversed(_CONTEXT_AXES):
+            place, coordinate = divmod(place, self.attention.size(axis))
+            offset += coordinate * self.attention.stride(axis)
+        return offset
+
+    def token_place(self, rank: int) -> int:
+        """The number of this rank's tokens among those of its stage: dp, then cp, then tp, whatever the order of
+        ranks is."""
+        return self.context_place(rank) * self.attention.size("tp") + self.attention.coordinate(rank, "tp")
 
 
 def levels(ranks: tuple[int, ...], rank: int, set_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -149,16 +168,52 @@ def levels(ranks: tuple[int, ...], rank: int, set_size: int) -> tuple[tuple[int,
 
 def fold(parallel: ParallelConfig, world: int) -> FoldedLayout:
     """Lay both grids over `world` ranks; dp and edp are what is left."""
-    problems = tuple(_size_problems(parallel, world)) or tuple(_fold_problems(parallel, world))
+    problems = (*_size_problems(parallel, world), *order_problems(parallel)) or tuple(_fold_problems(parallel, world))
     if problems:
         raise LayoutError(*problems)
     p, stage = parallel, world // parallel.pp
-    dp_shard = stage // (p.tp * p.cp * p.dp_replicate)
-    edp_shard = stage // (p.ep * p.etp * p.edp_replicate)
-    return FoldedLayout(
-        attention=Grid(tuple(zip(ATTENTION_AXES, (p.pp, p.dp_replicate, dp_shard, p.cp, p.tp)))),
-        expert=Grid(tuple(zip(EXPERT_AXES, (p.pp, p.edp_replicate, edp_shard, p.ep, p.etp)))),
-    )
+    sizes = {axis: getattr(p, axis) for axis in _DEGREES}
+    sizes["dp_shard"] = stage // (p.tp * p.cp * p.dp_replicate)
+    sizes["edp_shard"] = stage // (p.ep * p.etp * p.edp_replicate)
+    grids = (Grid(tuple((axis, sizes[axis]) for axis in axes_of(order))) for order in orders_of(p))
+    return FoldedLayout(*grids)
+
+
+def orders_of(parallel: ParallelConfig) -> tuple[str, str]:
+    """Of the attention grid and of the expert grid."""
+    return parallel.rank_order.dense, parallel.rank_order.expert
+
+
+def axes_of(order: str) -> tuple[str, ...]:
+    """The axes of a grid, outermost first, from an order that names the innermost first.
+
+    >>> axes_of("tp-cp-dp-pp")
+    ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp')
+    """
+    found: list[str] = []
+    for name in reversed(order.split("-")):
+        found += [f"{name}_replicate", f"{name}_shard"] if name in ("dp", "edp") else [name]
+    return tuple(found)
+
+
+def _orders(*axes: str) -> tuple[str, ...]:
+    return tuple("-".join((*each, "pp")) for each in permutations(axes))
+
+
+# Every legal order; the first of each is what a run has that says nothing.
+DENSE_ORDERS, EXPERT_ORDERS = _orders("tp", "cp", "dp"), _orders("etp", "ep", "edp")
+
+
+def order_problems(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Orders that are not one of all axes with pp last."""
+    known = {"dense": DENSE_ORDERS, "expert": EXPERT_ORDERS}
+    for (name, legal), order in zip(known.items(), orders_of(parallel), strict=True):
+        if order in legal:
+            continue
+        why = f"{order[:60]!r} is not an order of {', '.join(legal[0].split('-')[:-1])} with pp last"
+        if sorted(order.split("-")) == sorted(legal[0].split("-")):
+            why += ": with pp further in, a pipeline stage would not be the same ranks in both grids"
+        yield Problem(f"parallel.rank_order.{name}", why, f"innermost first: {', '.join(legal)}")
 
 
 def _size_problems(parallel: ParallelConfig, world: int) -> Iterator[Problem]:
@@ -215,6 +270,8 @@ GridName = Literal["attention", "expert"]
 
 ATTENTION_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
+# Along which samples and parts of them are distributed.
+_CONTEXT_AXES = ("dp_replicate", "dp_shard", "cp")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class AllGatherDispatcher(Dispatcher):
         self,
         num_experts: int,
         block: Group,
-        etp_size: int,
+        ep: Group,
         tokens_of_rank: Sizes | None,
         capacity: int | None = None,
         host: SplitSizeSource = SYNC_SPLIT_SIZES,
@@ -64,9 +64,9 @@ class AllGatherDispatcher(Dispatcher):
     ) -> None:
         self.codecs = codecs
         self.block, self.tokens_of_rank, self.host = block, tokens_of_rank, host
-        self.num_experts, self.num_local = num_experts, num_experts * etp_size // block.size
-        # etp varies fastest inside the block.
-        self.first_expert = (block.index // etp_size) * self.num_local
+        self.num_experts, self.num_local = num_experts, num_experts // ep.size
+        # Which of the block's ranks have the same experts is up to the order of ranks; ep's own numbers are not.
+        self.first_expert = ep.index * self.num_local
         # Every rank of the block may send ``capacity`` rows to an expert.
         self.local = LocalDispatcher(self.num_local, None if capacity is None else capacity * block.size, host.gathered)
 
@@ -125,5 +125,5 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDis
             tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] + pads for rank in block.ranks
         )
     capacity = padded_rows(run, groups.layout.size("dp"))
-    etp, codecs = groups["etp"].size, row_codecs(run)
-    return AllGatherDispatcher(moe.num_experts, block, etp, tokens_of_rank, capacity, host, codecs)
+    codecs = row_codecs(run)
+    return AllGatherDispatcher(moe.num_experts, block, groups["ep"], tokens_of_rank, capacity, host, codecs)

@@ -30,6 +30,7 @@ from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all
 from moefold.comm.message_codecs import RowCodec
 from moefold.comm.process_groups import Group
 from moefold.model.decoder import Decoder
+from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import Experts
@@ -333,3 +334,35 @@ def dropped_assignments_kept_by_others() -> None:
 
 def gradients_not_clipped() -> None:
     put(moefold.pipeline.step, "clip_gradients", lambda gradients, norm, bound: None)
+
+
+def samples_by_rank_number() -> None:
+    def place(self: FoldedLayout, rank: int) -> int:
+        return rank % self.attention.stride("pp") // self.size("tp")
+
+    put(FoldedLayout, "context_place", place)
+    # Groups stay as they are: of a size that never changes.
+    put(FoldedLayout, "context_ranks", lambda self, rank, size: self.ranks("cp", rank))
+
+
+def experts_by_rank_number() -> None:
+    def make(coordinate: Callable[..., int]) -> Callable[..., int]:
+        def usual(self: FoldedLayout, rank: int, axis: str) -> int:
+            if axis == "ep":
+                return rank // self.size("etp") % self.size("ep")
+            return coordinate(self, rank, axis)
+
+        return usual
+
+    wrap(FoldedLayout, "coordinate", make)
+
+
+def experts_by_place_in_the_block() -> None:
+    def make(init: Callable[..., None]) -> Callable[..., None]:
+        def usual(self: AllGatherDispatcher, num_experts: int, block: Group, ep: Group, *rest: object) -> None:
+            init(self, num_experts, block, ep, *rest)
+            self.first_expert = block.index // (block.size // ep.size) * self.num_local
+
+        return usual
+
+    wrap(AllGatherDispatcher, "__init__", make)
