@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 --framework moefold searches layouts that moefold can train; --framework megatron also options of other frameworks: FP8
 GEMMs, DeepEP-class dispatchers, CUDA graphs. Options to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (per
 microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate, savings,
-clones (of hot experts, slots of a rank).
+clones (of hot experts, slots of a rank), dense_order and expert_order (which axes have neighbouring ranks).
 Exits with 0 when the layout fits, 1 when it does not, 2 when the command is wrong or nothing fits."""
 
 

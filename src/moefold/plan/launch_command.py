@@ -19,7 +19,7 @@ from moefold.schedule.names import SCHEDULES
 # Keys that a plan may set, in the order in which a command lists them.
 _PLANNED_KEYS = (
     *(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "ep", "etp", "vpp", "schedule", "stages")),
-    *("parallel.dp_replicate", "parallel.edp_replicate"),
+    *("parallel.dp_replicate", "parallel.edp_replicate", "parallel.rank_order.dense", "parallel.rank_order.expert"),
     *("data.micro_batch", "data.global_batch", "data.seq_len", "memory.recompute"),
     *("parallel.dispatcher", "parallel.ep_inner", "precision.compute", "precision.recipe", "parallel.sharding"),
     *DEFAULTS,

@@ -1,9 +1,13 @@
 """How many bytes a rank communicates, and over which links.
 
-Ranks are numbered with tensor parallelism fastest, then context, then data, then pipeline; on the expert side etp, ep,
-edp, pp. So a group of `size` ranks that are `stride` apart has `inside` of them in one domain of fast links:
+Ranks are numbered by `parallel.rank_order`: by default with tensor parallelism fastest, then context, then data, then
+pipeline; on the expert side etp, ep, edp, pp. So a group of `size` ranks that are `stride` apart has `inside` of them
+in one domain of fast links:
 
     inside = min(size, max(1, domain // stride))
+
+With another order other groups are near: the sums of expert gradients over edp instead of the exchanges over ep, say. A
+group along two axes that a third one separates has the product of what it has along each.
 
 Each GPU has its own share of the network. A ring over a group with `inside` ranks per domain crosses the network once
 per domain, with the bandwidth of `inside` GPUs.
@@ -12,6 +16,7 @@ per domain, with the bandwidth of `inside` GPUs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.row_bounds import bounds_rows
@@ -41,20 +46,55 @@ def reach(size: int, stride: int, domain: int) -> Reach:
     return Reach(size, min(size, max(1, domain // stride)))
 
 
-def expert_reach(workload: Workload) -> Reach:
+@lru_cache(maxsize=100_000)
+def reach_along(axes: tuple[str, ...], order: str, sizes: tuple[tuple[str, int], ...], domain: int) -> Reach:
+    """Of groups along some axes of a grid whose order names the innermost first."""
+    lengths, stride, group, inside = dict(sizes), 1, 1, 1
+    # Neighbouring axes of the group count as one: length and stride.
+    length, start = 1, 1
+    for axis in order.split("-")[:-1]:
+        size = lengths[axis]
+        if axis in axes and size > 1:
+            group *= size
+            if length * start != stride:
+                inside *= reach(length, start, domain).inside
+                length, start = 1, stride
+            length *= size
+        stride *= size
+    return Reach(group, min(group, inside * reach(length, start, domain).inside))
+
+
+def dense_reach(workload: Workload, *axes: str) -> Reach:
+    """Of groups along some of tp, cp and dp."""
     parallel = workload.parallel
-    return reach(parallel.ep, parallel.etp, workload.cluster.usable_domain)
+    sizes = (("tp", parallel.tp), ("cp", parallel.cp), ("dp", workload.dp))
+    return reach_along(axes, parallel.rank_order.dense, sizes, workload.cluster.usable_domain)
+
+
+def expert_grid_reach(workload: Workload, *axes: str) -> Reach:
+    """Of groups along some of etp, ep and edp."""
+    parallel = workload.parallel
+    sizes = (("etp", parallel.etp), ("ep", parallel.ep), ("edp", workload.edp))
+    return reach_along(axes, parallel.rank_order.expert, sizes, workload.cluster.usable_domain)
+
+
+def expert_reach(workload: Workload) -> Reach:
+    return expert_grid_reach(workload, "ep")
 
 
 def data_reach(workload: Workload) -> Reach:
     """Ranks over which dense gradients are added."""
-    parallel = workload.parallel
-    return reach(workload.dp * parallel.cp, parallel.tp, workload.cluster.usable_domain)
+    return dense_reach(workload, "dp", "cp")
 
 
 def expert_data_reach(workload: Workload) -> Reach:
-    parallel = workload.parallel
-    return reach(workload.edp, parallel.ep * parallel.etp, workload.cluster.usable_domain)
+    return expert_grid_reach(workload, "edp")
+
+
+def tensor_reach(workload: Workload) -> Reach:
+    """Of tp or etp, whichever is over more domains."""
+    both = dense_reach(workload, "tp"), expert_grid_reach(workload, "etp")
+    return max(both, key=lambda where: (where.domains, where.size))
 
 
 @dataclass(frozen=True, slots=True)

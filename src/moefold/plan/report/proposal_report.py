@@ -258,6 +258,7 @@ def layout_data(workload: Workload) -> dict[str, Any]:
         "sharding": parallel.sharding,
         "replicate": parallel.dp_replicate,
         "edp": workload.edp,
+        "rank_order": asdict(parallel.rank_order),
         "micro_batch": workload.run.data.micro_batch,
         "microbatches": workload.microbatches,
         "global_batch": workload.run.data.micro_batch * workload.microbatches * workload.dp,

@@ -14,14 +14,15 @@ from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.memory import MemoryConfig, Recomputed
-from moefold.config.parallel import EchoConfig, Overlap, Sharding
+from moefold.config.parallel import EchoConfig, Overlap, RankOrderConfig, Sharding
 from moefold.config.precision import Graphs, GraphScope, KernelsConfig
 from moefold.plan.echo_cost import least_rows
 from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
-from moefold.plan.traffic import reach
+from moefold.plan.traffic import reach_along
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload, in_format
 from moefold.schedule.names import SCHEDULES
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
 
 # Where several orders would do, the first of these is meant.
 _ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
@@ -51,6 +52,9 @@ class LayoutChoice(NamedTuple):
     savings: Savings = NONE
     # Spare slots of `parallel.echo`; 0: no clones.
     clones: int = 0
+    # Of `parallel.rank_order`.
+    dense_order: str = DENSE_ORDERS[0]
+    expert_order: str = EXPERT_ORDERS[0]
 
 
 @dataclass(frozen=True)
@@ -220,8 +224,9 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         # Where no two ranks hold the same experts there is nothing to copy.
         edp_replicate=choice.replicate if edp > 1 else 1,
         dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
-        ep_inner=_inner(choice, run.parallel.ep_inner, limits.domain),
+        ep_inner=_inner(choice, run.parallel.ep_inner, limits),
         echo=EchoConfig(slots=choice.clones) if choice.clones else None,
+        rank_order=_rank_order(choice.dense_order, choice.expert_order),
     )
     precision = run.precision if choice.format == template.format else in_format(run.precision, choice.format)
     memory = _recomputing(run.memory, choice.recompute)
@@ -257,11 +262,29 @@ def _overlap(choice: LayoutChoice) -> tuple[Overlap, ...]:
     return tuple(name for name, on in named if on)
 
 
-def _inner(choice: LayoutChoice, given: int, domain: int) -> int:
+@lru_cache(maxsize=64)
+def _rank_order(dense: str, expert: str) -> RankOrderConfig:
+    return RankOrderConfig(dense, expert)
+
+
+def _inner(choice: LayoutChoice, given: int, limits: Limits) -> int:
     """two_level: ranks of an ep group that share a domain of fast links."""
     if choice.dispatcher == "local":
         return given
-    return gcd(choice.ep, reach(choice.ep, choice.etp, domain).inside) if choice.dispatcher == "two_level" else 1
+    if choice.dispatcher != "two_level":
+        return 1
+    where = reach_along(("ep",), choice.expert_order, expert_sizes(choice, limits), limits.domain)
+    return gcd(choice.ep, where.inside)
+
+
+def dense_sizes(choice: LayoutChoice, limits: Limits) -> tuple[tuple[str, int], ...]:
+    dp = limits.world // (choice.tp * choice.cp * choice.pp)
+    return ("tp", choice.tp), ("cp", choice.cp), ("dp", dp)
+
+
+def expert_sizes(choice: LayoutChoice, limits: Limits) -> tuple[tuple[str, int], ...]:
+    edp = limits.world // choice.pp // (choice.ep * choice.etp)
+    return ("etp", choice.etp), ("ep", choice.ep), ("edp", edp)
 
 
 @lru_cache(maxsize=256)
@@ -302,4 +325,6 @@ def choice_of_workload(workload: Workload) -> LayoutChoice:
         parallel.dp_replicate,
         savings_of(workload.run) if workload.is_own else NONE,
         0 if parallel.echo is None else parallel.echo.slots,
+        parallel.rank_order.dense,
+        parallel.rank_order.expert,
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import islice, product
 
 from moefold.config.parallel import Sharding
-from moefold.plan.search.candidates import LayoutChoice, Limits, why_illegal
+from moefold.plan.search.candidates import LayoutChoice, Limits, dense_sizes, expert_sizes, why_illegal
 from moefold.plan.search.space import Space
 from moefold.plan.workload import Dispatcher
 
@@ -91,6 +91,25 @@ def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]
     return tuple(etp for etp in space.etp if etp == 1)
 
 
+ORDERS = ("dense_order", "expert_order")
+
+
+def other_orders(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """With another order of the axes of one grid, one for each different numbering of the ranks: axes of one rank are
+    anywhere."""
+    for name, sizes in zip(ORDERS, (dense_sizes(choice, limits), expert_sizes(choice, limits)), strict=True):
+        several = {axis for axis, size in sizes if size > 1}
+
+        def numbering(order: str, several: set[str] = several) -> tuple[str, ...]:
+            return tuple(axis for axis in order.split("-") if axis in several)
+
+        found = {numbering(getattr(choice, name))}
+        for order in getattr(space, name):
+            if numbering(order) not in found:
+                found.add(numbering(order))
+                yield choice._replace(**{name: order})
+
+
 def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     """Legal candidates that differ in one choice, or in one and what must follow it."""
     for made in _steps(choice, limits, space):
@@ -100,8 +119,9 @@ def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[L
 
 def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     for name in choice._fields:
-        for value in getattr(space, name) if name != "savings" else ():
+        for value in getattr(space, name) if name not in ("savings", *ORDERS) else ():
             yield choice._replace(**{name: value})
+    yield from other_orders(choice, limits, space)
     for step in space.savings[1:]:
         # One more, or one less.
         less = choice.savings - (step - space.savings[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moefold.config.parallel import RankOrderConfig
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saving_steps import is_trained, saving, savings_of
 from moefold.plan.prediction import Prediction, Wall
@@ -16,13 +17,20 @@ from moefold.plan.search.cheapest_savings import SwitchedOn
 from moefold.plan.search.what_if import Answer
 from moefold.plan.timing.layer_time import shards_by_layer
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.traffic import data_reach, dense_reach, expert_data_reach, expert_grid_reach, expert_reach
 from moefold.plan.workload import Workload, changed
 from moefold.units import format_bytes
 
 # Differences below this share of the whole are not worth a word.
 _WORTH_A_WORD = 0.01
 _GROUPS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
-_OPTION_NAMES = {"sequences": "microbatch", "ep_overlap": "overlapped dispatch", "delay_wgrad": "delayed wgrad"}
+_OPTION_NAMES = {
+    "sequences": "microbatch",
+    "ep_overlap": "overlapped dispatch",
+    "delay_wgrad": "delayed wgrad",
+    "dense_order": "order of dense ranks",
+    "expert_order": "order of experts' ranks",
+}
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",
     "communication": "ranks wait for each other's data",
@@ -61,7 +69,7 @@ def memory_differences(first: Prediction, second: Prediction) -> list[Difference
 
 def layout_words(workload: Workload) -> str:
     """The layout for someone who does not read its letters, and which of its groups leave a domain of fast links."""
-    parallel, domain = workload.parallel, workload.cluster.usable_domain
+    parallel = workload.parallel
     parts = []
     if parallel.pp > 1:
         each = f" of {parallel.vpp} stages each" if parallel.vpp > 1 else ""
@@ -71,13 +79,35 @@ def layout_words(workload: Workload) -> str:
     if parallel.cp > 1:
         parts.append(f"every sequence over {parallel.cp}")
     if parallel.ep * parallel.etp > 1:
-        spread = parallel.ep * parallel.etp
-        where = "inside one domain" if spread <= domain else f"over {-(-spread // domain)} domains of fast links"
+        domains = expert_grid_reach(workload, "ep", "etp").domains
+        where = "inside one domain" if domains == 1 else f"over {domains} domains of fast links"
         wide = f", each cut over {parallel.etp}" if parallel.etp > 1 else ""
         parts.append(f"experts distributed over {parallel.ep} ranks{wide} ({where})")
     parts.append(f"{workload.dp} data-parallel copies of the attention, which shard {_SHARDED[parallel.sharding]}")
     size = "1 sequence" if workload.run.data.micro_batch == 1 else f"{workload.run.data.micro_batch} sequences"
     return f"That is {', '.join(parts)}. Each copy runs {workload.microbatches} microbatches of {size} per step."
+
+
+def rank_order_words(workload: Workload) -> str:
+    """Which groups an unusual order of ranks puts near, and what the usual one would cost; else nothing."""
+    parallel, usual = workload.parallel, RankOrderConfig()
+    if parallel.rank_order == usual:
+        return ""
+    groups = (("cp", dense_reach(workload, "cp")), ("dp and cp", data_reach(workload)))
+    groups += (("ep", expert_reach(workload)), ("edp", expert_data_reach(workload)))
+    where = [
+        f"{name} {'inside one domain' if found.domains == 1 else f'over {found.domains}'}"
+        for name, found in groups
+        if found.size > 1 and (name != "cp" or found.size < data_reach(workload).size)
+    ]
+    order = parallel.rank_order
+    again = predict_time(changed(workload, parallel={"rank_order": usual})).step_seconds
+    more = again / predict_time(workload).step_seconds - 1
+    cost = f"{abs(more):.1%} {'slower' if more > 0 else 'faster'}" if abs(more) >= 5e-4 else "as fast"
+    return (
+        f"Ranks are ordered {order.dense} and {order.expert}, innermost first: {', '.join(where)}. "
+        f"In the usual order ({usual.dense}, {usual.expert}) the step would be {cost}."
+    )
 
 
 _SHARDED = {

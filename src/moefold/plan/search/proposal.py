@@ -23,6 +23,7 @@ from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
 from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
 from moefold.plan.search.explain import (
+    rank_order_words,
     savings_words,
     sharding_words,
     versus,
@@ -303,6 +304,8 @@ def _reasons(
     paragraphs = [wall_words(chosen), what_would_move(chosen, asked)]
     if runner_up is not None:
         paragraphs.append(versus(chosen, runner_up, "The runner-up"))
+    if words := rank_order_words(chosen.workload):
+        paragraphs.append(words)
     if own is not None and _layout(own.workload) != _layout(chosen.workload):
         paragraphs.append(versus(chosen, own, "Your own layout"))
     spare = 1 - chosen.memory.total / chosen.memory.capacity

@@ -32,10 +32,11 @@ from moefold.plan.search.candidates import (
     workload_of_choice,
 )
 from moefold.plan.search.cheapest_savings import by_price, first_that_fits, ladder, trimmed
-from moefold.plan.search.enumeration import first_choice, layouts, neighbours, presets
+from moefold.plan.search.enumeration import first_choice, layouts, neighbours, other_orders, presets
 from moefold.plan.search.space import Recompute, Space, usual_space
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
 from moefold.units import format_bytes
 
 Item = TypeVar("Item")
@@ -296,6 +297,7 @@ def described(choice: LayoutChoice) -> str:
     axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
     sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
     options = [f"mbs{choice.sequences}", choice.format, choice.dispatcher * (choice.dispatcher != "local")]
+    options += [order for order in choice[-2:] if order not in (DENSE_ORDERS[0], EXPERT_ORDERS[0])]
     options += [f"{choice.clones} clones a rank" if choice.clones else ""]
     options += ["overlap" * choice.ep_overlap, "delayed wgrad" * choice.delay_wgrad]
     options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
@@ -342,6 +344,8 @@ def _vary(looked: _Looked, start: Candidate) -> Candidate:
     for _ in range(2):
         before = best
         for made in presets(best.choice, looked.limits, looked.space):
+            best = _faster(best, looked.lightest(made))
+        for made in other_orders(best.choice, looked.limits, looked.space):
             best = _faster(best, looked.lightest(made))
         for name in _OPTIONS:
             for value in getattr(looked.space, name):

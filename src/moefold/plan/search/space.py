@@ -23,6 +23,7 @@ from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.memory.saving_steps import DEFAULTS, NONE, Savings, is_trained, offered, savings_of
 from moefold.plan.workload import Dispatcher, PlannedFormat, Workload, changed
 from moefold.schedule.names import SCHEDULES
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
 
 Recompute = frozenset[Recomputed]
 # How expensive it is to recompute each part, in any unit: the order in which sets are tried.
@@ -75,7 +76,10 @@ class Space:
     savings: tuple[Savings, ...]
     # Our own framework: spare slots of each rank for clones of hot experts; 0 is none.
     clones: tuple[int, ...] = (0,)
-    # Orders follow from the other choices; this only says which may come out.
+    # Our own framework: which axes have neighbouring ranks (`parallel.rank_order`).
+    dense_order: tuple[str, ...] = DENSE_ORDERS[:1]
+    expert_order: tuple[str, ...] = EXPERT_ORDERS[:1]
+    # Orders of microbatches follow from the other choices; this only says which may come out.
     schedule: tuple[str, ...] = tuple(SCHEDULES)
 
 
@@ -113,6 +117,7 @@ def usual_space(workload: Workload, recipes: bool = False) -> Space:
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
         savings=(savings_of(workload.run), *(step.entries for step in offered(flat))) if ours else (NONE,),
         clones=_clones(workload),
+        **_rank_orders(workload),
     )
 
 
@@ -165,6 +170,8 @@ def _value(name: str, word: str) -> object:
         "graphs": get_args(Graphs),
         "sharding": get_args(Sharding),
         "schedule": tuple(SCHEDULES),
+        "dense_order": DENSE_ORDERS,
+        "expert_order": EXPERT_ORDERS,
     }.get(name)
     if kind is not None:
         return word if word in kind else _refused(name, word, kind)
@@ -214,6 +221,16 @@ def _clones(workload: Workload) -> tuple[int, ...]:
     """Where some rank has more rows than the mean; capacities give no rank more."""
     skewed = workload.is_own and workload.model.is_moe and workload.imbalance > 1 and not workload.drops
     return (0, 1, 2) if skewed else (0,)
+
+
+def _rank_orders(workload: Workload) -> dict[str, tuple[str, ...]]:
+    """Any, where ranks are in several domains of fast links; the usual one first. Else the run's own."""
+    cluster, parallel = workload.cluster, workload.parallel
+    if not workload.is_own or cluster.machine is not None or cluster.num_gpus <= cluster.usable_domain:
+        return {"dense_order": (parallel.rank_order.dense,), "expert_order": (parallel.rank_order.expert,)}
+    # Groups of a changing size are neighbours along cp, then dp.
+    dense = (order for order in DENSE_ORDERS if not parallel.dynamic_cp or order.index("cp") < order.index("dp"))
+    return {"dense_order": tuple(dense), "expert_order": EXPERT_ORDERS if workload.model.is_moe else EXPERT_ORDERS[:1]}
 
 
 def _shardings(workload: Workload, sharded: bool) -> tuple[Sharding, ...]:

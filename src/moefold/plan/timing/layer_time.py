@@ -21,10 +21,11 @@ from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,
+    dense_reach,
     dispatch_bytes,
     expert_data_reach,
-    reach,
     tensor_bytes,
+    tensor_reach,
 )
 from moefold.plan.workload import Workload
 
@@ -330,7 +331,7 @@ def _tensor(workload: Workload, layer: Layer, c: Constants) -> float:
     size = max(workload.parallel.tp, workload.parallel.etp)
     if size == 1:
         return 0.0
-    where = reach(size, 1, workload.cluster.usable_domain)
+    where = tensor_reach(workload)
     total = tensor_bytes(workload, layer) * size / (size - 1)
     calls = 4 if layer.mixer is not None and layer.feed is not None else 2
     return calls * ring(total / calls, where, workload.cluster, c)
@@ -339,7 +340,7 @@ def _tensor(workload: Workload, layer: Layer, c: Constants) -> float:
 def _context(workload: Workload, layer: Layer, c: Constants) -> float:
     if workload.parallel.cp == 1:
         return 0.0
-    where = reach(workload.parallel.cp, workload.parallel.tp, workload.cluster.usable_domain)
+    where = dense_reach(workload, "cp")
     total = context_bytes(workload, layer) * workload.parallel.cp / (workload.parallel.cp - 1)
     return ring(total, where, workload.cluster, c)
 
