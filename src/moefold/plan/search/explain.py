@@ -93,8 +93,12 @@ def rank_order_words(workload: Workload) -> str:
     parallel, usual = workload.parallel, RankOrderConfig()
     if parallel.rank_order == usual:
         return ""
-    groups = (("cp", dense_reach(workload, "cp")), ("dp and cp", data_reach(workload)))
-    groups += (("ep", expert_reach(workload)), ("edp", expert_data_reach(workload)))
+    groups = (
+        ("cp", dense_reach(workload, "cp")),
+        ("dp and cp", data_reach(workload)),
+        ("ep", expert_reach(workload)),
+        ("edp", expert_data_reach(workload)),
+    )
     where = [
         f"{name} {'inside one domain' if found.domains == 1 else f'over {found.domains}'}"
         for name, found in groups
