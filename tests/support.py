@@ -31,6 +31,7 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
                 Ledger(),
                 timedelta(seconds=120),
                 ep_inner=parallel.ep_inner,
+                ranks_per_host=parallel.ranks_per_host,
                 share_memory=parallel.cpu_exchange == "shared_memory",
             )
         )

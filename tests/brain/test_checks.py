@@ -136,7 +136,16 @@ HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.rou
 BESIDE = ParallelConfig(ep=2, overlap=("shared_experts",))
 CHUNKS = ParallelConfig(ep=2, exchange_chunks=2)
 SHARED = ModelConfig(moe=MoEConfig(shared_hidden_dim=64))
+FOUR_STEPS = ParallelConfig(sharding="flat", param_sync="hierarchical", ranks_per_host=2)
 CASES = [
+    *(
+        (parallel.param_sync_has_levels, RunConfig(parallel=FOUR_STEPS), RunConfig(parallel=broken), path)
+        for broken, path in (
+            (replace(FOUR_STEPS, sharding="fsdp"), "parallel.param_sync"),
+            (replace(FOUR_STEPS, ranks_per_host=1), "parallel.ranks_per_host"),
+            (replace(FOUR_STEPS, param_sync="direct"), "parallel.ranks_per_host"),
+        )
+    ),
     (
         parallel.shared_experts_have_an_exchange_of_their_own,
         RunConfig(model=SHARED, parallel=BESIDE),

@@ -14,6 +14,7 @@ from moefold.config.moe import CapacityConfig, MoEConfig
 from moefold.config.parallel import EchoConfig, LinkConfig, ParallelConfig
 from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.topology.folded_layout import fold
 
 
 def over(pad: bool = False, **parallel: Any) -> RunConfig:
@@ -103,3 +104,23 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     assert {case[0] for case in CASES} == set(parallel.DISPATCH_RULES)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "degrees", "words"),
+    [
+        (2, {}, None),
+        (4, {}, None),
+        (2, {"ep": 4}, None),
+        (4, {"tp": 2, "ep": 8}, None),
+        (3, {}, "cut groups unequally"),
+        (8, {}, "no group has several ranks on each of several hosts (dense_shard: 8 of 8"),
+        (2, {"tp": 2, "ep": 8}, "no group has several"),
+        (6, {"ep": 4}, "dense_shard of 8 ranks"),
+    ],
+)
+def test_hosts_cut_every_sharding_group_alike(ranks_per_host: int, degrees: dict[str, Any], words: str | None) -> None:
+    run = over(sharding="flat", param_sync="hierarchical", ranks_per_host=ranks_per_host, **degrees)
+    found = parallel.hosts_cut_sharding_groups_alike(run, fold(run.parallel, 8))
+    assert [problem.path for problem in found] == ["parallel.ranks_per_host"] * (words is not None)
+    assert all(words in problem.message and "direct" in problem.fix for problem in found if words)

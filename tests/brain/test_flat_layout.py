@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.blueprint.flat_layout import ALIGNMENT, boxes_of_range, even_part, flat_buckets, owned_range, shifted
+from moefold.blueprint.flat_layout import (
+    ALIGNMENT,
+    boxes_of_range,
+    even_part,
+    flat_buckets,
+    owned_range,
+    place_of_rank,
+    shifted,
+)
 from moefold.blueprint.parameters import parameters
 from moefold.blueprint.sharding import grid_of, local_shape
 from moefold.blueprint.stages import stages_of
@@ -93,3 +101,14 @@ def test_every_parameter_lies_in_one_bucket(recipe: str, schedule: str) -> None:
         assert alone >= set(shared)
         sizes_of_shared.append({name: placed[name].start for name in shared})
     assert sizes_of_shared[0] == sizes_of_shared[1] == dict.fromkeys(sizes_of_shared[0], 0)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5000))
+def test_four_steps_leave_a_rank_its_range(hosts: int, inside: int, size: int) -> None:
+    """By the steps themselves: a host's i-th rank keeps the i-th run of a bucket, the j-th host its j-th part."""
+    each = even_part(size, hosts * inside)
+    for rank in range(hosts * inside):
+        host, place = divmod(rank, inside)
+        run = range(size)[place * hosts * each :][: hosts * each]
+        owned = owned_range(size, hosts * inside, place_of_rank(hosts * inside, rank, inside))
+        assert owned[:each] == run[host * each :][:each]

@@ -14,11 +14,21 @@ from moefold.config.run import RunConfig
 from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.op_costs import head_of, sizes_of
 from moefold.plan.predict import predict
+from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.layer_time import exposed_exchanges
-from moefold.plan.timing.step_time import predict_time, step_time
+from moefold.plan.timing.step_time import predict_time, step_time, synced_seconds
 from moefold.plan.timing.step_timeline import step_timeline
-from moefold.plan.timing.throughput import conversion_passes
-from moefold.plan.workload import MEGATRON_PRECISION, Framework, PlannedFormat, Workload, changed, in_format
+from moefold.plan.timing.throughput import conversion_passes, ring
+from moefold.plan.traffic import Reach
+from moefold.plan.workload import (
+    MEGATRON_PRECISION,
+    Framework,
+    PlannedFormat,
+    Workload,
+    changed,
+    in_format,
+    workload_of_run,
+)
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.layer_operations import STEPS, simulate_order
 from moefold.schedule.layer_orders import layer_order
@@ -225,3 +235,23 @@ def test_bounded_rows_wait_for_no_count() -> None:
     counted = changed(bounded, parallel={"dispatcher": "all_to_all"})
     one, two = predict_time(bounded), predict_time(counted)
     assert one.of("host") < two.of("host") and one.step_seconds < two.step_seconds
+
+
+def test_four_steps_of_parameter_synchronisation_are_a_pipeline_over_two_links() -> None:
+    """By hand, of hosts of 8 H100: all bytes inside, an eighth between; one bucket's shorter step does not hide."""
+    run = RECIPES["qwen3_30b_a3b"]()
+    parallel = replace(run.parallel, sharding="flat", pp=2, ep=8, schedule="1f1b")
+    direct = workload_of_run(
+        replace(run, parallel=parallel, data=replace(run.data, global_batch=1024)), cluster_of("H100", 64)
+    )
+    steps = changed(direct, parallel={"param_sync": "hierarchical", "ranks_per_host": 8})
+    cluster, c = direct.cluster, CURRENT
+    held, each, where = 1e9, 6.0, Reach(32, 8)
+    inside = 6e9 * 7 / 8 / (cluster.gpu.link_gb_s * 1e9 * c.ring_link) + c.latency_us * 1e-6
+    between = 6e9 / 8 * 3 / 4 / (cluster.nic_gb_s * 1e9 * c.ring_nic) + 1.5 * c.latency_us * 1e-6
+    shorter = min(inside, between) / (held * direct.gradient_bytes / (128 * 2**20))
+    assert synced_seconds(steps, held, each, where, 1, c) == pytest.approx(max(inside, between) + shorter)
+    assert synced_seconds(direct, held, each, where, 1, c) == ring(6e9, where, cluster, c)
+    # Experts of 64 GPUs over ep 8 are one to a host, so they go by one collective.
+    assert synced_seconds(steps, held, each, Reach(4, 1), 8, c) == ring(6e9, Reach(4, 1), cluster, c)
+    assert predict_time(steps).step_seconds != predict_time(direct).step_seconds

@@ -81,6 +81,11 @@ def flat(layout: Layout, **more: Any) -> Layout:
     return layout[0], {**layout[1], "sharding": "flat", **more}
 
 
+def four_steps(layout: Layout, ranks_per_host: int) -> Layout:
+    """Ranges are numbered by place on the host first."""
+    return flat(layout, param_sync="hierarchical", ranks_per_host=ranks_per_host)
+
+
 # Between FSDP and flat sharding, in both directions, and between flat layouts.
 PAIRS += [
     ((2, {"tp": 2, "ep": 2}), flat((3, {}))),
@@ -99,9 +104,12 @@ PAIRS += [
     ((2, {}), flat((4, {"dp_replicate": 4, "edp_replicate": 2}))),
     (EMPTY, flat(IN_A_V)),
     (flat(EMPTY), flat(FOLDED)),
+    (four_steps((4, {}), 2), flat((2, {"tp": 2, "ep": 2}))),
+    ((3, {}), four_steps((4, {"ep": 2}), 2)),
+    (four_steps((8, {"ep": 2}), 4), four_steps((8, {"pp": 2, "ep": 2}), 2)),
 ]
 # The pairs that `make check` tries.
-QUICK = (0, 1, 2, len(PAIRS) - 16, len(PAIRS) - 15)
+QUICK = (0, 1, 2, len(PAIRS) - 19, len(PAIRS) - 18, len(PAIRS) - 3)
 
 
 def label(pair: tuple[Layout, Layout]) -> str:
@@ -122,7 +130,7 @@ def run_of(degrees: dict[str, Any]) -> RunConfig:
     "pair",
     [
         pytest.param(
-            pair, marks=() if n in QUICK else pytest.mark.nightly if n >= len(PAIRS) - 16 else pytest.mark.slow
+            pair, marks=() if n in QUICK else pytest.mark.nightly if n >= len(PAIRS) - 19 else pytest.mark.slow
         )
         for n, pair in enumerate(PAIRS)
     ],

@@ -277,7 +277,7 @@ CLAIMED = {
     "documents": ("concat", "concat_masked", "padded", "bin_packed"),
     "MTP modules": ("0", "1", "2"),
     "recompute": ("attention", "feed_forward", "experts", "nothing"),
-    "sharding": ("fsdp", "flat"),
+    "sharding": ("fsdp", "flat", "flat, in four steps"),
     "precision recipe": (
         *("none", *PROVED_RECIPES, "casts by torch", "casts by native"),
         *("matrices cut over tp or etp", "modules that stay wide", "deferred weight gradients"),

@@ -11,6 +11,10 @@ start at 16-byte addresses, as GPUs' matmuls want them. Of N elements each of n 
 multiple of ``ALIGNMENT``, so that ranges start aligned too; the last rank owns what is left as well, fewer
 than n ALIGNMENT elements.
 
+Where gradients are summed inside of hosts first and then between them (``parallel.param_sync: hierarchical``), the
+first sum leaves the i-th rank of every host the i-th run of the bucket, and the second cuts that run over hosts. So
+ranges are numbered by the rank's place on its host, then by the host (``place_of_rank``). It is the only difference.
+
 A range may cut a parameter anywhere. In a row-major tensor it is a few boxes (``boxes_of_range``): checkpoints store
 boxes, and any other layout reads them.
 
@@ -31,7 +35,7 @@ from moefold.blueprint.stages import StageSpec
 from moefold.config.casts import ELEMENT_BITS, Cast
 from moefold.config.model import ModelConfig
 from moefold.config.precision import BYTES, KeptFormat, PrecisionConfig
-from moefold.topology.folded_layout import FoldedLayout, GridName
+from moefold.topology.folded_layout import FoldedLayout, GridName, ranks_inside
 
 MEBIBYTE = 1 << 20
 
@@ -87,6 +91,8 @@ class FlatBucket:
     parameters: tuple[FlatParameter, ...]
     trained: bool = True
     cast: Cast | None = None
+    # Of the ranks that share the bucket, how many are on a host; 1 where hosts make no difference to who owns what.
+    inside: int = 1
 
     @property
     def element_bytes(self) -> int:
@@ -103,7 +109,7 @@ class FlatBucket:
 
     def owned(self, ways: int, index: int) -> range:
         """The elements that rank ``index`` of ``ways`` updates."""
-        return owned_range(self.size, ways, index)
+        return owned_range(self.size, ways, place_of_rank(ways, index, self.inside))
 
 
 def owned_range(size: int, ways: int, index: int) -> range:
@@ -113,6 +119,15 @@ def owned_range(size: int, ways: int, index: int) -> range:
     """
     each = even_part(size, ways)
     return range(index * each, size if index == ways - 1 else (index + 1) * each)
+
+
+def place_of_rank(ways: int, index: int, inside: int) -> int:
+    """Which range rank ``index`` owns, with ``inside`` neighbouring ranks on each host.
+
+    >>> [place_of_rank(6, rank, 3) for rank in range(6)]
+    [0, 2, 4, 1, 3, 5]
+    """
+    return index % inside * (ways // inside) + index // inside
 
 
 def even_part(size: int, ways: int) -> int:
@@ -129,12 +144,13 @@ def flat_buckets(
     limit: int,
     trained: Callable[[str], bool] = lambda name: True,
     casts: Mapping[str, Cast] | None = None,
+    ranks_per_host: int = 1,
 ) -> tuple[FlatBucket, ...]:
     """The buckets of a rank, in the order in which its stages need them.
 
     ``held``: its parameters, each with whether other pipeline ranks have it too. ``stages``: its stages. ``limit``: at
     most this many elements per bucket; a larger parameter has its own. ``trained``: which parameters, by name.
-    ``casts``: of weights that are gathered as codes.
+    ``casts``: of weights that are gathered as codes. ``ranks_per_host``: for sums inside of hosts first.
     """
     casts = casts or {}
     parts = {stage.index: parts_of((stage,), model) for stage in stages}
@@ -146,7 +162,9 @@ def flat_buckets(
     found = []
     for (users, grid, kept, updated, _, cast), specs in groups.items():
         for names in _filled({spec.name: local_shape(spec, layout) for spec in specs}, limit):
-            found.append(FlatBucket(grid, kept, users, _placed(names), updated, cast))
+            group = "expert_shard" if grid == "expert" else "dense_shard"
+            inside = ranks_inside(layout, group, ranks_per_host) or 1
+            found.append(FlatBucket(grid, kept, users, _placed(names), updated, cast, inside))
     return tuple(sorted(found, key=lambda bucket: bucket.stages))
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 
 from moefold.comm.shared_memory import LazySharedMemory, SharedMemory, in_order
 from moefold.comm.spans import NOT_TIMED, SpanRecorder, TimedWork
-from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels
+from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels, ranks_inside
 
 # Of a message between hosts: large enough to cost little, small enough for a socket's buffer.
 _PIECE_BYTES = 1 << 18
@@ -155,11 +155,13 @@ class Groups:
         dynamic_cp: bool = False,
         inner: int = 1,
         ep_inner: int = 1,
+        ranks_per_host: int = 1,
         own_stream: bool = False,
         share_memory: bool = False,
     ) -> None:
         """``inner``: consecutive ranks of a context group that all-to-all heads in hierarchical context parallelism.
-        ``ep_inner``: consecutive ranks of an ep group on one host, for two-level dispatch.
+        ``ep_inner``: consecutive ranks of an ep group on one host, for two-level dispatch. ``ranks_per_host``: for sums
+        and gathers of flat buffers in four steps.
 
         ``own_stream`` makes separate process groups for dispatchers: their collectives run on another thread, and two
         threads must not share a process group. ``share_memory``: dispatchers' exchanges go through shared memory where
@@ -178,6 +180,12 @@ class Groups:
         for name, ranks in (("ep_across", across), ("ep_inside", inside)):
             stream = on_stream if own_stream else made
             self._groups[name] = self._group(name, ranks, stream, shared=stream is made)
+        for name in ("dense_shard", "expert_shard"):
+            set_size = ranks_inside(layout, name, ranks_per_host) or 1
+            if 1 < set_size < layout.size(name):
+                across, inside = levels(layout.ranks(name, rank), rank, set_size)
+                self._groups[f"{name}_across"] = self._group(f"{name}_across", across, made)
+                self._groups[f"{name}_inside"] = self._group(f"{name}_inside", inside, made)
         # This rank's context group of every size that a microbatch may be sharded over, flat and in two levels.
         self.contexts: dict[int, Group] = {}
         self.nested_contexts: dict[int, tuple[Group, Group]] = {}
@@ -233,6 +241,11 @@ class Groups:
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
+
+    def host_levels(self, name: str) -> tuple[Group, Group] | None:
+        """Inside of hosts and across them, of a group that is summed and gathered in two levels."""
+        inside, across = self._groups.get(f"{name}_inside"), self._groups.get(f"{name}_across")
+        return None if inside is None or across is None else (inside, across)
 
     def communicators(self) -> dict[str, str]:
         """From the name of each group of more than one rank to torch's name of its process group.

@@ -18,6 +18,7 @@ EngineDispatcher = Literal["deepep", "deepep_elastic", "symmetric_memory"]
 # As the planner knows them. hybridep is planned only: `checks/planned_only.py` refuses to train it.
 PlannedDispatcherName = Literal["deepep", "hybridep"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp", "flat"]
+ParamSync = Literal["direct", "hierarchical"]
 Overlap = Literal["shared_experts", "ep", "wgrad"]
 
 
@@ -116,6 +117,12 @@ class ParallelConfig:
     # experts compute another of the same microbatch, in forward and backward. 1: all tokens at once, and the experts
     # wait. FSDP gathers weights once per step with more than 1.
     exchange_chunks: int = 1
+    # How flat sharding sums gradients and gathers weights. direct: one collective over all ranks that share a buffer.
+    # hierarchical: a reduce-scatter inside of each host, then one between hosts; an all-gather between hosts, then one
+    # inside. Between hosts each rank passes on 1/(its host's ranks) of the bytes.
+    param_sync: ParamSync = "direct"
+    # Hierarchical: this many consecutive ranks share a host.
+    ranks_per_host: int = 1
     # HSDP: this many replicas of the sharded dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1

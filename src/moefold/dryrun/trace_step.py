@@ -124,7 +124,11 @@ class _StepTracer:
         if not isinstance(self.local_model.sharding, FlatSharding):
             return traffic
         per_step = [name for pair in DATA_GROUPS.values() for name in pair]
-        return {key: sent for key, sent in traffic.items() if key[1] not in per_step}
+        return {
+            key: sent
+            for key, sent in traffic.items()
+            if key[1].removesuffix("_across").removesuffix("_inside") not in per_step
+        }
 
     def on_gradients(self, gradients: dict[str, Tensor]) -> None:
         for gradient in gradients.values():

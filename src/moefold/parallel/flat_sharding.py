@@ -14,6 +14,10 @@ narrow matmuls are buckets of codes (`parallel/flat_codes.py`), and so are the m
     reduce_gradients     waits for them, and sums over replicas (hybrid sharding)
     weights_changed      main weights are rounded into this rank's range of the weights
 
+With ``parallel.param_sync: hierarchical`` each collective has two steps (`data_sharding.FlatSync`): sums inside of the
+host start after the backward and sums between hosts when they have ended; gathers between hosts start with the step and
+those inside when a forward needs them. Ranges are then numbered by place on the host (`blueprint/flat_layout.py`).
+
 So both collectives run beside the first and last microbatches of a pipeline, and per step a parameter is sent once as a
 gradient and once as a weight, however many microbatches there are. A gradient is summed in the order of FSDP: over
 data-parallel ranks here, then over partial groups and pipeline ranks (`finish_gradients`), which have the same ranges.
@@ -28,14 +32,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from moefold.blueprint.flat_layout import FlatBucket, FlatParameter, boxes_of_range, even_part, shifted
-from moefold.comm.collectives import all_gather_no_grad, start_all_gather, start_all_reduce, start_reduce_scatter
+from moefold.blueprint.flat_layout import (
+    FlatBucket,
+    FlatParameter,
+    boxes_of_range,
+    even_part,
+    place_of_rank,
+    shifted,
+)
+from moefold.comm.collectives import all_gather_no_grad, start_all_reduce
 from moefold.comm.half_buffer import HalfBufferSum, start_half_buffer_sum
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
 from moefold.nn.matmul_policy import WeightGradQueue
-from moefold.parallel.data_sharding import Materialize
+from moefold.parallel.data_sharding import FlatSync, Materialize
 from moefold.parallel.flat_codes import FlatCodes, flat_codes
 from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece
 from moefold.precision.dtypes import TORCH_FORMATS
@@ -71,7 +82,7 @@ class LiveBucket:
     """A bucket's memory, and what is under way for it."""
 
     layout: FlatBucket
-    shard: Group
+    sync: FlatSync
     replicate: Group
     weights: Tensor
     gradients: Tensor
@@ -79,14 +90,20 @@ class LiveBucket:
     main: Tensor
     # Where weights are codes: how they are made of main weights.
     narrow: FlatCodes | None = None
-    # Whether the whole weights are those of the last update; the same on all ranks.
+    # Whether the whole weights are those of the last update, and the step inside of hosts is to come; the same on all
+    # ranks.
     gathered: bool = False
     gathering: list[Work] = field(default_factory=list)
+    gather_inside: bool = False
     # Stages with a backward to come; the sum starts when there is none. ``sent`` is what is summed.
     open_stages: set[int] = field(default_factory=set)
     sent: Tensor | None = None
     reducing: list[Work] = field(default_factory=list)
     half_buffer: HalfBufferSum | None = None
+
+    @property
+    def shard(self) -> Group:
+        return self.sync.shard
 
     @property
     def owned(self) -> range:
@@ -155,7 +172,8 @@ class FlatSharding:
         if weights.dtype != main_dtype and layout.trained:
             main = torch.empty(len(own), dtype=main_dtype, device=device)
         narrow = None if layout.cast is None else flat_codes(layout, layout.cast, shard, weights)
-        return LiveBucket(layout, shard, replicate, weights, gradients, main, narrow)
+        sync = FlatSync(shard, None if layout.inside == 1 else self.groups.host_levels(shard.name))
+        return LiveBucket(layout, sync, replicate, weights, gradients, main, narrow)
 
     def _set_parameter(self, bucket: LiveBucket, where: FlatParameter) -> None:
         owner, leaf = _owner(self.model, where.name)
@@ -199,13 +217,18 @@ class FlatSharding:
         for bucket in stale:
             if bucket.narrow is not None:
                 bucket.narrow.finish(bucket.main)
-            bucket.gathering = start_all_gather(bucket.weights, bucket.each, bucket.shard)
-            bucket.gathered = True
+            bucket.gathering = bucket.sync.start_gather(bucket.weights, bucket.each)
+            bucket.gathered, bucket.gather_inside = True, bucket.sync.levels is not None
 
     def before_forward(self, stage: int) -> None:
-        for bucket in self.buckets:
-            if stage in bucket.layout.stages:
+        needed = [bucket for bucket in self.buckets if stage in bucket.layout.stages]
+        for bucket in needed:
+            if bucket.gather_inside:
                 _wait(bucket.gathering)
+                bucket.gathering = bucket.sync.finish_gather(bucket.weights, bucket.each)
+                bucket.gather_inside = False
+        for bucket in needed:
+            _wait(bucket.gathering)
 
     def after_backward(self, stage: int) -> None:
         ending = [bucket for bucket in self.trained if bucket.open_stages == {stage}]
@@ -213,6 +236,8 @@ class FlatSharding:
             self.weight_grads.run_for(self._parameters_of(ending))
         for bucket in ending:
             self._start_sum(bucket)
+        for bucket in ending:
+            self._finish_sum(bucket)
         for bucket in self.trained:
             bucket.open_stages.discard(stage)
 
@@ -222,10 +247,22 @@ class FlatSharding:
 
     def _start_sum(self, bucket: LiveBucket) -> None:
         bucket.sent = bucket.gradients if bucket.alone else bucket.gradients.to(self.dtypes.reduce)
-        if self.dtypes.start_sum is not None and not bucket.shard.alone:
+        if self.dtypes.start_sum is not None and not bucket.shard.alone and bucket.sync.levels is None:
             bucket.half_buffer = self.dtypes.start_sum(bucket.sent, bucket.each, bucket.shard)
             return
-        bucket.reducing = start_reduce_scatter(bucket.sent, bucket.each, bucket.shard)
+        bucket.reducing = bucket.sync.start_sum(bucket.sent, bucket.each)
+
+    def _finish_sum(self, bucket: LiveBucket) -> None:
+        """Of four steps: the sum between hosts, in a narrower format if there is one (MegaScale-MoE, section 5)."""
+        if bucket.sync.levels is None:
+            return
+        assert bucket.sent is not None
+        _wait(bucket.reducing)
+        if self.dtypes.start_sum is None:
+            bucket.reducing = bucket.sync.finish_sum(bucket.sent, bucket.each)
+            return
+        of_place = bucket.sync.run_of_place(bucket.sent, bucket.each)
+        bucket.half_buffer = self.dtypes.start_sum(of_place, bucket.each, bucket.sync.levels[1])
 
     @torch.no_grad()
     def reduce_gradients(self) -> dict[str, Tensor]:
@@ -236,7 +273,7 @@ class FlatSharding:
         for bucket in self.trained:
             _wait(bucket.reducing)
             assert bucket.sent is not None
-            bucket.sent = bucket.mine(bucket.sent) if bucket.half_buffer is None else bucket.half_buffer.result()
+            bucket.sent = _own_sums(bucket, bucket.sent)
             bucket.half_buffer = None
             bucket.reducing = start_all_reduce(bucket.sent, bucket.replicate)
         for bucket in self.trained:
@@ -261,16 +298,31 @@ class FlatSharding:
         bucket, where = next(
             (bucket, where) for bucket in self.buckets for where in bucket.layout.parameters if where.name == name
         )
-        ranges = [_cut(bucket.layout.owned(bucket.shard.size, index), where) for index in range(bucket.shard.size)]
+        ranks, inside = range(bucket.shard.size), bucket.layout.inside
+        ranges = [_cut(bucket.layout.owned(len(ranks), index), where) for index in ranks]
         own = ranges[bucket.shard.index]
         mine = bucket.main[own.start - bucket.owned.start : own.stop - bucket.owned.start]
-        return all_gather_no_grad(mine, tuple(map(len, ranges)), bucket.shard).view(where.shape)
+        sizes = tuple(map(len, ranges))
+        parts = all_gather_no_grad(mine, sizes, bucket.shard).split(sizes)
+        in_order = sorted(ranks, key=lambda index: place_of_rank(len(ranks), index, inside))
+        return torch.cat([parts[index] for index in in_order]).view(where.shape)
 
 
 def _wait(works: list[Work]) -> None:
     for work in works:
         work.wait()
     works.clear()
+
+
+def _own_sums(bucket: LiveBucket, sent: Tensor) -> Tensor:
+    """This rank's range of what was summed over the ranks that share the bucket."""
+    if bucket.half_buffer is None:
+        return bucket.mine(sent)
+    sums = bucket.half_buffer.result()
+    if bucket.sync.levels is None:
+        return sums
+    # What the last rank owns beyond its even part was summed by itself.
+    return torch.cat([sums, bucket.mine(sent)[bucket.each :]])
 
 
 def _view(flat: Tensor, where: FlatParameter) -> Tensor:

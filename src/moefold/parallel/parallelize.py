@@ -169,6 +169,7 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         dynamic_cp=run.parallel.dynamic_cp,
         inner=run.parallel.context.inner,
         ep_inner=run.parallel.ep_inner,
+        ranks_per_host=run.parallel.ranks_per_host,
         own_stream=uses_comm_stream(run.parallel),
         share_memory=run.parallel.cpu_exchange == "shared_memory",
     )

@@ -148,6 +148,7 @@ def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally)
 
     The even part of a bucket goes by one all_gather and one reduce_scatter, what the last rank owns beyond it by a
     broadcast and an all_reduce; replicas then sum what the rank owns. Frozen weights are gathered once, when loaded.
+    In four steps the even part goes by two of each: whole inside of a host, this rank's share of it between hosts.
     """
     each = BYTES[run.precision.reduce_format]
     for bucket in _trained_buckets(run, layout, rank):
@@ -158,9 +159,15 @@ def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally)
         if bucket.num_scales:
             # The largest magnitude of every block, from which each rank computes the scale.
             tally.add("all_reduce", shard, bucket.num_scales * 4)
-        if even:
+        name, sent = _reduction(run)
+        if even and 1 < bucket.inside < ways:
+            of_place = ways // bucket.inside * even
+            tally.add("reduce_scatter", f"{shard}_inside", ways * even * each)
+            tally.add(name, f"{shard}_across", of_place * sent)
+            tally.add("all_gather", f"{shard}_across", even * kept)
+            tally.add("all_gather", f"{shard}_inside", of_place * kept)
+        elif even:
             tally.add("all_gather", shard, even * kept)
-            name, sent = _reduction(run)
             tally.add(name, shard, ways * even * sent)
         if rest:
             tally.add("broadcast", shard, rest * kept)

@@ -154,10 +154,13 @@ def _with_degrees(run: RunConfig, degrees: _Degrees) -> RunConfig | None:
         edp_replicate=gcd(old.edp_replicate, degrees.tp * degrees.cp * degrees.dp // (degrees.ep * degrees.etp)),
         ep_inner=gcd(old.ep_inner, degrees.ep),
     )
+    # Hosts that cut other groups may leave no level to sum in; the shards at rest are read by any layout.
+    direct = replace(base, param_sync="direct", ranks_per_host=1)
     for vpp, schedule in dict.fromkeys(((old.vpp, old.schedule), (1, old.schedule), (1, "1f1b"))):
-        made = replace(run, parallel=replace(base, vpp=vpp, schedule=schedule))
-        if not problems(made, degrees.world):
-            return made
+        for synced in dict.fromkeys((base, direct)):
+            made = replace(run, parallel=replace(synced, vpp=vpp, schedule=schedule))
+            if not problems(made, degrees.world):
+                return made
     return None
 
 

@@ -34,7 +34,7 @@ from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 # Bytes of a prob, of an expert number in a message, and of a count.
 _PROB, _NUMBER, _COUNT = 4, 2, 8
 # Parts of the ep group; callers count them only where they have more than one rank.
-_LEVELS = ("ep_across", "ep_inside")
+_LEVELS = tuple(f"{name}_{level}" for name in ("ep", "dense_shard", "expert_shard") for level in ("across", "inside"))
 
 Key = tuple[str, str]
 

@@ -130,6 +130,7 @@ def flat_layout_of(run: RunConfig, layout: FoldedLayout, pp_rank: int) -> tuple[
         limit,
         lambda name: is_trained(name, run.optim),
         gather_casts(run),
+        parallel.ranks_per_host,
     )
 
 

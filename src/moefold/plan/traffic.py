@@ -87,6 +87,15 @@ def data_reach(workload: Workload) -> Reach:
     return dense_reach(workload, "dp", "cp")
 
 
+def host_reaches(workload: Workload, where: Reach, stride: int) -> tuple[Reach, Reach] | None:
+    """Of a group whose gradients are summed in four steps: its ranks of one host, and one rank of each host."""
+    parallel, domain = workload.parallel, workload.cluster.usable_domain
+    inside = parallel.ranks_per_host // stride
+    if parallel.param_sync == "direct" or not 1 < inside < where.size:
+        return None
+    return reach(inside, stride, domain), reach(where.size // inside, stride * inside, domain)
+
+
 def expert_data_reach(workload: Workload) -> Reach:
     return expert_grid_reach(workload, "edp")
 

@@ -47,6 +47,8 @@ def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
     """The form of sharding, steps that are not kept, the optimizer, and what its states are and where."""
     memory, precision, optim = case.run.memory, case.run.precision, case.run.optim
     yield "sharding", case.run.parallel.sharding
+    if case.run.parallel.param_sync == "hierarchical":
+        yield "sharding", "flat, in four steps"
     yield "optimizer states", f"on the {memory.optimizer}"
     if precision.moments is not None:
         yield "optimizer states", f"moments in {precision.moments}, rounded {precision.moments_rounding}"

@@ -248,5 +248,18 @@ def with_exchanges(run: RunConfig) -> RunConfig:
     return run
 
 
+def with_four_steps(run: RunConfig, world: int) -> RunConfig:
+    """Of flat buffers, most are summed and gathered inside of hosts and between them."""
+    random = Random(f"four steps of {run.seed}")
+    sizes = random.sample((2, 4), 2)
+    if run.parallel.sharding != "flat" or random.random() < 0.2:
+        return run
+    for size in sizes:
+        parallel = replace(run.parallel, param_sync="hierarchical", ranks_per_host=size)
+        if not problems(changed := replace(run, parallel=parallel), world):
+            return changed
+    return run
+
+
 def unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:
     return run if problems(changed, world) else changed

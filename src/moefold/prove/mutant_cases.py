@@ -207,6 +207,12 @@ _CONTEXT = (
 _FLAT = (
     # Replicas of both grids, so that sums have two steps.
     _case("flat", ParallelConfig(sharding="flat", ep=2, dp_replicate=2), _model()),
+    # Two hosts of two ranks; experts are on all ranks, so that their buckets have four steps as well.
+    _case(
+        "flat, four steps",
+        ParallelConfig(sharding="flat", param_sync="hierarchical", ranks_per_host=2),
+        _model(),
+    ),
     # Buckets of two stages of a rank, deferred weight gradients, and a weight that two ranks hold.
     _case(
         "flat pipeline",

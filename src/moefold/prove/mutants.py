@@ -297,6 +297,10 @@ MUTANTS = (
     Mutant(state_faults.flat_sum_averaged, "flat", "a reduce-scatter that averages where the loss was divided already"),
     Mutant(state_faults.flat_replicas_not_summed, "flat", "hybrid sharding stops after the reduce-scatter"),
     Mutant(state_faults.flat_weights_not_gathered, "flat", "a rank computes with its own range of the weights only"),
+    Mutant(state_faults.sum_between_hosts_lost, "flat, four steps", "each host updates by its own ranks' gradients"),
+    Mutant(state_faults.gather_inside_hosts_lost, "flat, four steps", "weights of the host's other ranks stay old"),
+    Mutant(state_faults.ranges_numbered_by_host_first, "flat, four steps", "ranges as a direct sum would leave them"),
+    Mutant(state_faults.host_sum_of_the_wrong_place, "flat, four steps", "hosts add the run of another place"),
     Mutant(state_faults.bucket_boundary_off_by_one, "flat", "a rank's range starts one entry too late"),
     Mutant(state_faults.gradients_of_the_neighbour, "flat", "a rank updates its range by its neighbour's range"),
     Mutant(

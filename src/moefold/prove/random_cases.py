@@ -30,6 +30,7 @@ from moefold.prove.case_variants import (
     with_clones,
     with_exchanges,
     with_finetuning,
+    with_four_steps,
     with_graphs,
     with_hybrids,
     with_interleaved_layers,
@@ -135,7 +136,8 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
                 run = with_narrow_savings(run, degrees.world)
             run = with_row_bounds(with_clones(with_exchanges(run), degrees.world), degrees.world)
             run = with_graphs(with_overlaps(run, degrees.world), degrees.world)
-            return Case(with_rank_order(run, degrees.world), degrees.world)
+            run = with_four_steps(with_rank_order(run, degrees.world), degrees.world)
+            return Case(run, degrees.world)
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:

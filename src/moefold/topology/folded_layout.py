@@ -166,6 +166,21 @@ def levels(ranks: tuple[int, ...], rank: int, set_size: int) -> tuple[tuple[int,
     return ranks[place % set_size :: set_size], ranks[place // set_size * set_size :][:set_size]
 
 
+def ranks_inside(layout: FoldedLayout, name: str, ranks_per_host: int) -> int | None:
+    """How many ranks of a group called ``name`` are on one host, neighbours in the group; None where hosts differ.
+
+    Consecutive ranks of a group are one stride apart, so hosts cut all groups alike where one size divides the other.
+    """
+    spec, size = GROUPS[name], layout.size(name)
+    grid = layout.grid_of(spec)
+    stride = min(grid.stride(axis) for axis in spec.axes)
+    if size == 1 or stride % ranks_per_host == 0:
+        return 1
+    each, uneven = divmod(ranks_per_host, stride)
+    smaller, larger = sorted((each, size))
+    return None if uneven or larger % smaller else smaller
+
+
 def fold(parallel: ParallelConfig, world: int) -> FoldedLayout:
     """Lay both grids over `world` ranks; dp and edp are what is left."""
     problems = (*_size_problems(parallel, world), *order_problems(parallel)) or tuple(_fold_problems(parallel, world))

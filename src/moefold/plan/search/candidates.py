@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.memory import MemoryConfig, Recomputed
-from moefold.config.parallel import EchoConfig, Overlap, RankOrderConfig, Sharding
+from moefold.config.parallel import EchoConfig, Overlap, ParallelConfig, RankOrderConfig, Sharding
 from moefold.config.precision import Graphs, GraphScope, KernelsConfig
 from moefold.plan.echo_cost import least_rows
 from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
@@ -22,7 +22,7 @@ from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach_along
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload, in_format
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
+from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS, fold, ranks_inside
 
 # Where several orders would do, the first of these is meant.
 _ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
@@ -228,6 +228,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         echo=EchoConfig(slots=choice.clones) if choice.clones else None,
         rank_order=_rank_order(choice.dense_order, choice.expert_order),
     )
+    parallel = _synced(parallel, limits.world)
     precision = run.precision if choice.format == template.format else in_format(run.precision, choice.format)
     memory = _recomputing(run.memory, choice.recompute)
     if limits.ours:
@@ -255,6 +256,19 @@ def _from_break_even(workload: Workload) -> Workload:
     assert echo is not None
     parallel = replace(workload.parallel, echo=replace(echo, min_rows=least_rows(workload)))
     return replace(workload, run=replace(workload.run, parallel=parallel))
+
+
+def _synced(parallel: ParallelConfig, world: int) -> ParallelConfig:
+    """In four steps where the given run is and this layout can be."""
+    if parallel.param_sync == "direct":
+        return parallel
+    if parallel.sharding == "flat":
+        layout = fold(parallel, world)
+        names = ("dense_shard", "expert_shard")
+        each = [(ranks_inside(layout, name, parallel.ranks_per_host), layout.size(name)) for name in names]
+        if all(inside for inside, _ in each) and any(1 < (inside or 1) < size for inside, size in each):
+            return parallel
+    return replace(parallel, param_sync="direct", ranks_per_host=1)
 
 
 def _overlap(choice: LayoutChoice) -> tuple[Overlap, ...]:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
+from moefold.blueprint.flat_layout import MEBIBYTE
 from moefold.blueprint.model_shape import Layer, ModelShape
 from moefold.blueprint.muon_matrices import matrices_of, newton_schulz_flops
 from moefold.blueprint.param_counts import layer_counts
@@ -41,7 +42,14 @@ from moefold.plan.timing.measured_machine import (
     stretched,
 )
 from moefold.plan.timing.throughput import PARTS, Rates, bubble_units, rates_of, ring
-from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
+from moefold.plan.traffic import (
+    Reach,
+    data_reach,
+    expert_data_reach,
+    host_reaches,
+    pipeline_leaves_domain,
+    stage_bytes,
+)
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
@@ -220,13 +228,29 @@ def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, 
     grad = workload.gradient_bytes
     if parallel.sharding == "none":
         grad = weight = workload.word
-    moved = ring(dense * (grad + weight), data_reach(workload), workload.cluster, c) + ring(
-        experts * (grad + weight), expert_data_reach(workload), workload.cluster, c
+    each = grad + weight
+    moved = synced_seconds(workload, dense, each, data_reach(workload), parallel.tp, c) + synced_seconds(
+        workload, experts, each, expert_data_reach(workload), parallel.ep * parallel.etp, c
     )
     if not workload.framework.gradient_overlap or parallel.sharding == "none":
         return moved, 0.0
     shown = max(c.data_exposed * moved, moved - window)
     return shown, moved - shown
+
+
+def synced_seconds(workload: Workload, held: float, each: float, where: Reach, stride: int, c: Constants) -> float:
+    """Gathers and scatters of ``held`` parameters of ``each`` bytes, by one collective or in steps.
+
+    A ring over all ranks is at its best priced: one that uses every GPU's share of the network. Steps inside of hosts
+    and between them are a pipeline of buckets, so one bucket's shorter step is not hidden.
+    """
+    levels = host_reaches(workload, where, stride)
+    if levels is None or not held:
+        return ring(held * each, where, workload.cluster, c)
+    inside = ring(held * each, levels[0], workload.cluster, c)
+    between = ring(held * each / levels[0].size, levels[1], workload.cluster, c)
+    buckets = max(1.0, held * workload.gradient_bytes / (workload.parallel.bucket_mb * MEBIBYTE))
+    return max(inside, between) + min(inside, between) / buckets
 
 
 def _held(workload: Workload) -> tuple[float, float]:

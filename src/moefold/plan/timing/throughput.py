@@ -117,6 +117,9 @@ def _check_measured(workload: Workload) -> None:
     if workload.framework.name != "moefold":
         message = f"is {workload.framework.name}, but the machine was measured with moefold"
         problems.append(Problem("framework", message, "use moefold, or plan without --machine"))
+    if workload.parallel.param_sync != "direct":
+        message = "is hierarchical, but the machine was measured with one collective over all ranks"
+        problems.append(Problem("parallel.param_sync", message, "use direct, or plan without --machine"))
     if problems:
         raise ConfigError(*problems)
 

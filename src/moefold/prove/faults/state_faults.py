@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import moefold.blueprint.flat_layout
 import moefold.blueprint.muon_matrices
 import moefold.nn.matmul_policy
 import moefold.nn.step_retention
 import moefold.optim.chunked_adamw
 import moefold.optim.optimizer
+import moefold.parallel.data_sharding
 import moefold.parallel.flat_sharding
 import moefold.parallel.logit_maxima
 import moefold.pipeline.step
@@ -28,14 +30,16 @@ from moefold.nn.step_retention import StepRetention, get
 from moefold.optim.muon_exchange import BucketPlan
 from moefold.optim.newton_schulz import orthogonalise
 from moefold.optim.optimizer import ModelOptimizer
+from moefold.parallel.data_sharding import FlatSync
 from moefold.parallel.flat_sharding import FlatSharding, LiveBucket
 from moefold.prove.faults.parallel_faults import put, wrap
 
-_FLAT = moefold.parallel.flat_sharding
+_FLAT, _SYNC = moefold.parallel.flat_sharding, moefold.parallel.data_sharding
+_LAYOUT = moefold.blueprint.flat_layout
 
 
 def flat_sum_lost() -> None:
-    put(_FLAT, "start_reduce_scatter", lambda flat, each, group: [])
+    put(_SYNC, "start_reduce_scatter", lambda flat, each, group: [])
 
 
 def flat_sum_averaged() -> None:
@@ -45,7 +49,7 @@ def flat_sum_averaged() -> None:
 
         return start_mean
 
-    wrap(_FLAT, "start_reduce_scatter", make)
+    wrap(_SYNC, "start_reduce_scatter", make)
 
 
 def flat_replicas_not_summed() -> None:
@@ -53,7 +57,36 @@ def flat_replicas_not_summed() -> None:
 
 
 def flat_weights_not_gathered() -> None:
-    put(_FLAT, "start_all_gather", lambda flat, each, group: [])
+    put(_SYNC, "start_all_gather", lambda flat, each, group: [])
+
+
+def sum_between_hosts_lost() -> None:
+    """Every host updates by the gradients of its own ranks."""
+    put(FlatSync, "finish_sum", lambda self, flat, each: [])
+
+
+def gather_inside_hosts_lost() -> None:
+    """A rank computes with its own place's weights of all hosts, and with old ones of other places."""
+    put(FlatSync, "finish_gather", lambda self, flat, each: [])
+
+
+def ranges_numbered_by_host_first() -> None:
+    """Four steps leave rank i of host j the j-th part of the i-th run; this is what a direct sum would leave it."""
+    put(_LAYOUT, "place_of_rank", lambda ways, index, inside: index)
+
+
+def host_sum_of_the_wrong_place() -> None:
+    """The sum between hosts takes the run of the next rank of the host, which this rank did not sum."""
+
+    def make(run_of_place: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def of_next(self: FlatSync, flat: Tensor, each: int) -> Tensor:
+            inside, across = self.levels or (self.shard, self.shard)
+            start = (inside.index + 1) % inside.size * across.size * each
+            return flat[start:][: across.size * each]
+
+        return of_next
+
+    wrap(FlatSync, "run_of_place", make)
 
 
 def _range_of_gradients(change: Callable[[LiveBucket, Tensor], Tensor]) -> None:

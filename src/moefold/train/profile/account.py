@@ -34,8 +34,8 @@ from moefold.train.profile.step_account import AXES, Link, StepAccount
 _AXIS_OF_GROUP = {
     **{axis: axis for axis in AXES},
     **dict.fromkeys(("ep_across", "ep_inside", "expert_block"), "ep"),
-    **dict.fromkeys(("dense_shard", "dense_replicate"), "dp"),
-    **dict.fromkeys(("expert_shard", "expert_replicate"), "edp"),
+    **dict.fromkeys(("dense_shard", "dense_shard_across", "dense_shard_inside", "dense_replicate"), "dp"),
+    **dict.fromkeys(("expert_shard", "expert_shard_across", "expert_shard_inside", "expert_replicate"), "edp"),
     "stage": "world",
 }
 # What a mark says about time that no span covers.
