@@ -26,6 +26,19 @@ def run_of(*words: str) -> RunConfig:
 CASES: list[tuple[tuple[str, ...], str, str, str]] = [
     (("parallel.dispatcher=deepep", "parallel.etp=2"), "parallel.etp", "one rank per expert, but etp=2", "use 1"),
     (
+        ("parallel.dispatcher=symmetric_memory", "parallel.dispatch_sms=20"),
+        "parallel.dispatch_sms",
+        "no kernel of the symmetric_memory dispatcher takes a number of SMs",
+        "use null, or parallel.dispatcher deepep, deepep_elastic, hybridep",
+    ),
+    (("parallel.dispatch_sms=20",), "parallel.dispatch_sms", "no kernel of the all_to_all dispatcher", "use null"),
+    (
+        ("parallel.dispatcher=deepep", "parallel.dispatch_sms=7"),
+        "parallel.dispatch_sms",
+        "is 7, but the kernels of DeepEP's Buffer use SMs in pairs",
+        "use 6 or 8",
+    ),
+    (
         ("parallel.dispatcher=deepep_elastic", "precision.compute=float32"),
         "precision.compute",
         "sends rows in bfloat16, not in float32",
@@ -103,6 +116,8 @@ def test_rows_of_deepgemm_are_aligned() -> None:
     "words",
     [
         ("parallel.dispatcher=deepep", "parallel.ep=8"),
+        ("parallel.dispatcher=deepep", "parallel.ep=8", "parallel.dispatch_sms=24"),
+        ("parallel.dispatcher=deepep_elastic", "parallel.ep=8", "parallel.dispatch_sms=7"),
         ("parallel.dispatcher=deepep_elastic", "parallel.ep=8", "kernels.experts=deepgemm"),
         ("parallel.dispatcher=symmetric_memory", "parallel.ep=16", "kernels.experts=mxfp8"),
         ("kernels.experts=transformer_engine", "kernels.linear=transformer_engine"),

@@ -11,6 +11,7 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
+from moefold.errors import ConfigError
 from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.op_costs import head_of, sizes_of
 from moefold.plan.predict import predict
@@ -255,3 +256,24 @@ def test_four_steps_of_parameter_synchronisation_are_a_pipeline_over_two_links()
     # Experts of 64 GPUs over ep 8 are one to a host, so they go by one collective.
     assert synced_seconds(steps, held, each, Reach(4, 1), 8, c) == ring(6e9, Reach(4, 1), cluster, c)
     assert predict_time(steps).step_seconds != predict_time(direct).step_seconds
+
+
+def test_a_budget_of_sms_is_compute_against_bandwidth() -> None:
+    """DeepEP's default is the prediction without the key; more SMs take compute for nothing; fewer slow exchanges."""
+    plain = _job("deepseek_v3", "H100", 1024, "fp8_blockwise", (4096, 1, 8192), DEEP, pp=8, ep=64)
+
+    def at(sms: int | None) -> tuple[float, float, float]:
+        time = step_time(changed(plain, parallel={"dispatch_sms": sms}))
+        busy = time.busy.forward.plus(time.busy.backward)
+        return busy.compute, busy.expert + busy.hidden_expert, time.total
+
+    assert at(20) == pytest.approx(at(None), rel=1e-12)
+    (compute, exchange, total), more, fewer = at(20), at(44), at(10)
+    hidden = step_time(plain).busy
+    hidden_seconds = hidden.forward.hidden_expert + hidden.backward.hidden_expert
+    assert more[0] - compute == pytest.approx(24 / 132 * hidden_seconds) and more[1] == exchange
+    assert more[2] > total and 1.8 * exchange < fewer[1] < 2 * exchange
+    with pytest.raises(ConfigError, match="H100 has 132 SMs"):
+        at(132)
+    with pytest.raises(ConfigError, match="not known"):
+        step_time(replace(changed(plain, parallel={"dispatch_sms": 20}), cluster=cluster_of("GB300", 1024)))

@@ -22,6 +22,9 @@ _MAX_HOST_RANKS = 8
 class Config:
     """Sizes that only have to be enough; the real ones depend on the number of SMs."""
 
+    def __init__(self, num_sms: int = 20) -> None:
+        self.num_sms = num_sms
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         require(num_ranks < _MAX_HOST_RANKS or num_ranks % _MAX_HOST_RANKS == 0, "hosts are not full")
         return hidden_bytes * num_ranks * 1024
@@ -104,9 +107,14 @@ class Buffer:
         group.exchange("Buffer", None)
 
     @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        require(new_num_sms % 2 == 0, "The SM count must be even")
+        cls.num_sms = new_num_sms
+
+    @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
         require(num_ranks in cls.ranks_with_a_config, f"Unsupported number of EP ranks: {num_ranks}")
-        return Config()
+        return Config(cls.num_sms)
 
     get_combine_config = get_dispatch_config
 

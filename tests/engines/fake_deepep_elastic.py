@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 class EPHandle:
-    def __init__(self, num_experts: int, topk_idx: Tensor, per_expert: list[int]) -> None:
-        self.num_experts, self.topk_idx = num_experts, topk_idx
+    def __init__(self, num_experts: int, topk_idx: Tensor, per_expert: list[int], num_sms: int) -> None:
+        self.num_experts, self.topk_idx, self.num_sms = num_experts, topk_idx, num_sms
         self.num_recv_tokens_per_expert_list = per_expert
 
 
@@ -39,6 +39,7 @@ class ElasticBuffer:
         topk_weights: Tensor | None = None,
         num_experts: int | None = None,
         expert_alignment: int | None = None,
+        num_sms: int = 0,
         handle: EPHandle | None = None,
         do_cpu_sync: bool | None = None,
     ) -> tuple[Any, ...]:
@@ -49,6 +50,7 @@ class ElasticBuffer:
         assert num_experts is not None, "the number of SMs cannot be chosen without num_experts"
         event = SimpleNamespace(event=None)
         if handle is not None:
+            require(num_sms == handle.num_sms, f"{num_sms} SMs along a handle of {handle.num_sms}")
             require(topk_idx is None and not do_cpu_sync, "a handle brings its own experts and counts")
             require(num_experts == handle.num_experts, "another number of experts than the handle's")
             route = self.routes.of(handle)
@@ -67,7 +69,7 @@ class ElasticBuffer:
         rows, expert, weight = (self.routes.take(sources, [each[part] for each in everything]) for part in range(3))
         local = expert - rank * num_local
         here = (expert >= 0) & (local >= 0) & (local < num_local)
-        made = EPHandle(num_experts, topk_idx, torch.bincount(local[here], minlength=num_local).tolist())
+        made = EPHandle(num_experts, topk_idx, torch.bincount(local[here], minlength=num_local).tolist(), num_sms)
         self.routes.add(made, _Route(len(x), sources))
         # Weights of other ranks' experts are passed on as they came.
         return rows, local.where(here, -1), weight, made, event

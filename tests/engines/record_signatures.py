@@ -55,7 +55,10 @@ class Source:
 
 _LEGACY = ("deep_ep/buffers/legacy.py", "deep_ep/buffer.py")
 _CONFIG = ("csrc/legacy/config.hpp", "csrc/config.hpp")
-_BUFFER_CALLS = ("__init__", "get_dispatch_config", "get_combine_config", "get_dispatch_layout", "dispatch", "combine")
+_BUFFER_CALLS = (
+    *("__init__", "set_num_sms", "get_dispatch_config", "get_combine_config", "get_dispatch_layout"),
+    *("dispatch", "combine"),
+)
 _HINTS = ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
 _GEMMS = (
     "m_grouped_bf16_gemm_nt_contiguous",

@@ -132,3 +132,18 @@ def test_grouped_experts_take_what_deepep_delivers() -> None:
     )
     # Sums of a token's experts are rounded to bfloat16 on each rank before they are added.
     torch.testing.assert_close(torch.cat(of_rank), wanted, rtol=2e-2, atol=0.1)
+
+
+def test_the_number_of_sms_is_set_before_the_buffer_is_sized() -> None:
+    sized: list[int] = []
+
+    class Counted(Buffer):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            sized.append(type(self).get_dispatch_config(WORLD).num_sms)
+
+    module = fake_deep_ep(Buffer=Counted)
+    assert_equals_local(lambda group: HandleDispatcher(2, BufferExchange(module, group, EXPERTS, DIM, 12)), False)
+    assert set(sized) == {12}
+    with pytest.raises(ContractError, match="must be even"):
+        assert_equals_local(lambda group: HandleDispatcher(2, BufferExchange(module, group, EXPERTS, DIM, 7)), False)

@@ -67,3 +67,21 @@ def test_buffers_are_sized_for_the_rank_with_the_most_tokens() -> None:
     packed = replace(run, data=replace(run.data, packing="bin_packed"))
     assert most_rank_tokens(packed, dp=4) == 200
     assert most_rank_tokens(replace(packed, parallel=replace(run.parallel, dynamic_cp=True)), dp=4) == 800
+
+
+def test_every_dispatch_is_told_the_number_of_sms() -> None:
+    told: list[int] = []
+
+    class Counted(ElasticBuffer):
+        def dispatch(self, *args: object, **kwargs: object) -> tuple[object, ...]:
+            told.append(kwargs["num_sms"])  # type: ignore[arg-type]
+            return super().dispatch(*args, **kwargs)  # type: ignore[arg-type]
+
+    module = fake_deep_ep(ElasticBuffer=Counted)
+
+    def made(group: Group) -> HandleDispatcher:
+        exchange = ElasticExchange(module, group, EXPERTS, CHOICES, DIM, max(TOKENS_OF_RANK), num_sms=6)
+        return HandleDispatcher(EXPERTS // WORLD, exchange)
+
+    assert_equals_local(made, False)
+    assert set(told) == {6} and len(told) > WORLD

@@ -14,6 +14,8 @@ from moefold.errors import Problem
 
 ENGINES: tuple[str, ...] = get_args(EngineDispatcher)
 DEEPEP = ("deepep", "deepep_elastic")
+# Dispatchers whose kernels are told how many SMs to use; hybridep is planned only.
+TAKES_SMS = (*DEEPEP, "hybridep")
 ENGINE_EXPERTS = ("deepgemm", "mxfp8", "transformer_engine")
 # Sizes of ep groups for which DeepEP's Buffer has a configuration.
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -64,6 +66,21 @@ def deepep_has_a_config_for_ep(run: RunConfig) -> Problem | None:
         f"DeepEP's Buffer has no configuration for {ep} ranks",
         f"use {', '.join(map(str, DEEPEP_RANKS))}, or parallel.dispatcher deepep_elastic",
     )
+
+
+def kernels_can_be_given_sms(run: RunConfig) -> Problem | None:
+    """Ours go by NCCL, which has no such argument, and all_to_all_vdev_2d chooses by itself."""
+    sms, name, path = run.parallel.dispatch_sms, run.parallel.dispatcher, "parallel.dispatch_sms"
+    if sms is None:
+        return None
+    if run.model.moe is None or name not in TAKES_SMS:
+        words = f"is {sms}, but no kernel of the {name} dispatcher takes a number of SMs"
+        return Problem(path, words, f"use null, or parallel.dispatcher {', '.join(TAKES_SMS)}")
+    if name == "deepep" and sms % 2:
+        return Problem(
+            path, f"is {sms}, but the kernels of DeepEP's Buffer use SMs in pairs", f"use {sms - 1 or 2} or {sms + 1}"
+        )
+    return None
 
 
 def symmetric_memory_fits_its_kernel(run: RunConfig) -> list[Problem]:
@@ -152,6 +169,7 @@ RULES = (
     deepep_rows_are_bfloat16,
     deepep_rows_are_aligned,
     deepep_has_a_config_for_ep,
+    kernels_can_be_given_sms,
     symmetric_memory_fits_its_kernel,
     engine_experts_are_bfloat16,
     te_linear_is_bfloat16,

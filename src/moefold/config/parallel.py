@@ -132,6 +132,9 @@ class ParallelConfig:
     # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
     # By other libraries on GPUs: deepep, deepep_elastic, symmetric_memory. Planned only: hybridep.
     dispatcher: Literal[DispatcherName, EngineDispatcher, PlannedDispatcherName] = "all_to_all"
+    # SMs that the kernels of dispatch and combine may use: with fewer, more of the GPU is left to matmuls beside an
+    # exchange, and below what saturates the links the exchange is slower. None: the library's choice. deepep: even.
+    dispatch_sms: int | None = None
     # How rows of experts travel between CPUs. shared_memory: among ranks of one host each reads what its peers wrote;
     # groups of several hosts use gloo, in pieces, both directions at once. gloo: its own all-to-all, always.
     cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"

@@ -58,6 +58,8 @@ class Gpu:
     # What kernels are built for; GPUs of one architecture run the same ones.
     architecture: str
     watts: float
+    # Streaming multiprocessors, where it is known and plans may ask for it.
+    sms: int = 0
 
     def matmul_units(self, bits: int) -> tuple[int, float]:
         """Of the narrowest units that take operands of so many bits: their bits, and 1e12 FLOP/s."""
@@ -72,16 +74,16 @@ class Gpu:
 
 
 _ALL = (
-    #     name         bf16   fp8    fp4  memory TB/s   link dom node nic host arch     watts
-    Gpu("A100", 312, 0, 0, 80, 2.039, 300, 8, 8, 25, 32, "sm80", 400),
-    Gpu("A100-PCIe", 312, 0, 0, 80, 1.935, 16, 8, 8, 25, 32, "sm80", 300),
-    Gpu("H100", 989, 1979, 0, 80, 3.35, 450, 8, 8, 50, 64, "sm90", 700),
+    #     name         bf16   fp8    fp4  memory TB/s   link dom node nic host arch     watts SMs
+    Gpu("A100", 312, 0, 0, 80, 2.039, 300, 8, 8, 25, 32, "sm80", 400, 108),
+    Gpu("A100-PCIe", 312, 0, 0, 80, 1.935, 16, 8, 8, 25, 32, "sm80", 300, 108),
+    Gpu("H100", 989, 1979, 0, 80, 3.35, 450, 8, 8, 50, 64, "sm90", 700, 132),
     # A variant with 96 GB of slower memory, held at 500 W.
     Gpu("H100-96G-500W", 989, 1979, 0, 96, 2.4, 450, 8, 8, 50, 64, "sm90", 500),
-    Gpu("H800", 989, 1979, 0, 80, 3.35, 200, 8, 8, 50, 64, "sm90", 700),
-    Gpu("H20", 148, 296, 0, 96, 4.0, 450, 8, 8, 50, 64, "sm90", 400),
-    Gpu("H200", 989, 1979, 0, 141, 4.8, 450, 8, 8, 50, 64, "sm90", 700),
-    Gpu("B200", 2250, 4500, 9000, 180, 7.7, 900, 8, 8, 50, 64, "sm100", 1000),
+    Gpu("H800", 989, 1979, 0, 80, 3.35, 200, 8, 8, 50, 64, "sm90", 700, 132),
+    Gpu("H20", 148, 296, 0, 96, 4.0, 450, 8, 8, 50, 64, "sm90", 400, 78),
+    Gpu("H200", 989, 1979, 0, 141, 4.8, 450, 8, 8, 50, 64, "sm90", 700, 132),
+    Gpu("B200", 2250, 4500, 9000, 180, 7.7, 900, 8, 8, 50, 64, "sm100", 1000, 148),
     Gpu("GB200", 2450, 4900, 9800, 186, 8.0, 900, 72, 4, 50, 225, "sm100", 1200),
     Gpu("B300", 2250, 4500, 13500, 270, 7.7, 900, 8, 8, 100, 64, "sm103", 1100),
     Gpu("GB300", 2450, 4900, 14700, 279, 8.0, 900, 72, 4, 100, 225, "sm103", 1400),

@@ -22,7 +22,7 @@ _PLANNED_KEYS = (
     *("parallel.dp_replicate", "parallel.edp_replicate", "parallel.rank_order.dense", "parallel.rank_order.expert"),
     *("data.micro_batch", "data.global_batch", "data.seq_len", "memory.recompute"),
     *("parallel.dispatcher", "parallel.ep_inner", "precision.compute", "precision.recipe", "parallel.sharding"),
-    *("parallel.param_sync", "parallel.ranks_per_host"),
+    *("parallel.param_sync", "parallel.ranks_per_host", "parallel.dispatch_sms"),
     *DEFAULTS,
 )
 _ROWS = {row.path: row for row in PLANNED_ONLY}

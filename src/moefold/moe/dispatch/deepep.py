@@ -8,6 +8,9 @@ passed, and all tensors are allocated on the current stream.
 The buffer of an ep group is shared by all layers. It is made by the first dispatch, because making it is a collective
 of the ep group and needs the rank's GPU; its constructor exchanges memory handles by object collectives of its own.
 Ranks of a host must be neighbours in the ep group, eight of them unless the group is smaller.
+
+How many SMs the kernels use (``parallel.dispatch_sms``) is a number of the class, which its configurations are made
+with: it is set before the buffer's size is asked for, once per process.
 """
 
 from __future__ import annotations
@@ -55,10 +58,12 @@ class Buffer(Protocol):
 
 
 class BufferExchange:
-    """``library`` is deep_ep; ``dim`` entries of a row."""
+    """``library`` is deep_ep; ``dim`` entries of a row; ``num_sms``: of its kernels, None for its own choice."""
 
-    def __init__(self, library: ModuleType, group: Group, num_experts: int, dim: int) -> None:
-        self.library, self.group, self.num_experts = library, group, num_experts
+    def __init__(
+        self, library: ModuleType, group: Group, num_experts: int, dim: int, num_sms: int | None = None
+    ) -> None:
+        self.library, self.group, self.num_experts, self.num_sms = library, group, num_experts, num_sms
         self.row_bytes = dim * ROW_DTYPE.itemsize
         # Version 1 has no name for the type of expert numbers, and takes int64.
         self.index_dtype: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
@@ -67,6 +72,8 @@ class BufferExchange:
     @property
     def buffer(self) -> Buffer:
         if self._buffer is None:
+            if self.num_sms is not None:
+                self.library.Buffer.set_num_sms(self.num_sms)
             self._buffer = new_buffer(self.library, self.group, self.row_bytes)
         return self._buffer
 
@@ -118,5 +125,6 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> HandleDispat
     moe, ep = run.model.moe, groups["ep"]
     assert moe is not None
     if groups not in _EXCHANGES:
-        _EXCHANGES[groups] = BufferExchange(load_engine("deepep"), ep, moe.num_experts, moe.latent_dim or run.model.dim)
+        library, dim = load_engine("deepep"), moe.latent_dim or run.model.dim
+        _EXCHANGES[groups] = BufferExchange(library, ep, moe.num_experts, dim, run.parallel.dispatch_sms)
     return HandleDispatcher(moe.num_experts // ep.size, _EXCHANGES[groups])

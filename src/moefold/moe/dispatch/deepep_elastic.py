@@ -3,7 +3,8 @@
 It counts and sends in one call. Three things differ from ``Buffer``. Its size follows from the most tokens that a rank
 may send, which must be the same number on every rank. Probs of experts on other ranks arrive as they were sent, so only
 the expert's number says which assignments are this rank's. And a dispatch along an earlier handle must be told the
-number of experts again: without it the library cannot choose how many SMs to use.
+number of experts again: without it the library cannot choose how many SMs to use. ``parallel.dispatch_sms`` goes with
+every dispatch (0: its choice); combine uses as many as the dispatch of its handle did.
 
 ``deterministic``: rows are sorted by source after they arrived, so that the same routing gives the same bits.
 """
@@ -40,6 +41,7 @@ class Buffer(Protocol):
         expert_alignment: int = 1,
         handle: object = None,
         do_cpu_sync: bool | None = None,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, Handle, object]: ...
 
     def combine(
@@ -48,11 +50,20 @@ class Buffer(Protocol):
 
 
 class ElasticExchange:
-    """``library`` is deep_ep; ``dim`` entries of a row, ``most_tokens`` of any rank in any microbatch."""
+    """``library`` is deep_ep; ``dim`` entries of a row, ``most_tokens`` of any rank in any microbatch; ``num_sms`` of
+    its kernels, 0 for its own choice."""
 
     def __init__(
-        self, library: ModuleType, group: Group, num_experts: int, top_k: int, dim: int, most_tokens: int
+        self,
+        library: ModuleType,
+        group: Group,
+        num_experts: int,
+        top_k: int,
+        dim: int,
+        most_tokens: int,
+        num_sms: int = 0,
     ) -> None:
+        self.num_sms = num_sms
         self.library, self.group, self.num_experts = library, group, num_experts
         self.top_k, self.dim, self.most_tokens = top_k, dim, most_tokens
         self._buffer: Buffer | None = None
@@ -79,12 +90,13 @@ class ElasticExchange:
             num_experts=self.num_experts,
             expert_alignment=1,
             do_cpu_sync=True,
+            num_sms=self.num_sms,
         )
         return Arrived(rows_RL, expert_RK, prob_RK, handle.num_recv_tokens_per_expert_list, handle)
 
     def dispatch_again(self, x_tL: Tensor, handle: object) -> Tensor:
         buffer = self.buffer
-        rows_RL, _, _, _, _ = buffer.dispatch(x_tL, num_experts=self.num_experts, handle=handle)
+        rows_RL, _, _, _, _ = buffer.dispatch(x_tL, num_experts=self.num_experts, handle=handle, num_sms=self.num_sms)
         return rows_RL
 
     def combine(self, rows_RL: Tensor, handle: object, prob_RK: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -104,5 +116,6 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> HandleDispat
     if groups not in _EXCHANGES:
         dim, most_tokens = moe.latent_dim or run.model.dim, most_rank_tokens(run, groups.layout.size("dp"))
         library = load_engine("deepep_elastic")
-        _EXCHANGES[groups] = ElasticExchange(library, ep, moe.num_experts, moe.top_k, dim, most_tokens)
+        sms = run.parallel.dispatch_sms or 0
+        _EXCHANGES[groups] = ElasticExchange(library, ep, moe.num_experts, moe.top_k, dim, most_tokens, sms)
     return HandleDispatcher(moe.num_experts // ep.size, _EXCHANGES[groups])

@@ -19,6 +19,7 @@ from moefold.config.precision import Graphs, GraphScope, KernelsConfig
 from moefold.plan.echo_cost import least_rows
 from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
+from moefold.plan.timing.throughput import SATURATING_SMS
 from moefold.plan.traffic import reach_along
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload, in_format
 from moefold.schedule.names import SCHEDULES
@@ -225,6 +226,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         edp_replicate=choice.replicate if edp > 1 else 1,
         dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
         ep_inner=_inner(choice, run.parallel.ep_inner, limits),
+        dispatch_sms=run.parallel.dispatch_sms if choice.dispatcher in SATURATING_SMS else None,
         echo=EchoConfig(slots=choice.clones) if choice.clones else None,
         rank_order=_rank_order(choice.dense_order, choice.expert_order),
     )

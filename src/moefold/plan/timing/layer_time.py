@@ -17,7 +17,7 @@ from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
-from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower
+from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower, sms_taken
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,
@@ -245,6 +245,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     exposed = c.tensor_hidden if workload.framework.tp_overlap else c.tensor_exposed
     context = _context(workload, layer, c) * c.context_exposed
     sync = _sync(workload, moe, c)
+    taken = sms_taken(workload) if moe else 0.0
     gap = rates.gap * (_GRAPHED_GAP if workload.run.kernels.graphs == "full" else 1.0)
 
     def one(load: Load, dispatches: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
@@ -261,7 +262,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
             bare = exposed_exchanges(one_dispatch, experts, *halves, chunks)
             hidden = max(hidden, c.expert_hidden * (2 * one_dispatch - bare))
         shown = expert - hidden + exposed * ring_time + rings * context
-        lost = c.contention * (hidden + (1 - exposed) * ring_time)
+        lost = c.contention * (hidden + (1 - exposed) * ring_time) + max(-c.contention, taken) * hidden
         gpu_seconds = compute + moving + shown + lost
         return Seconds(
             compute + lost,

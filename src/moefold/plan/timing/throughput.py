@@ -211,8 +211,45 @@ def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> f
     fused = workload.dispatcher in ("deepep", "hybridep")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
     network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
-    inside, outside = sent.inside / link, sent.outside / network
+    share = sms_rate(workload)
+    inside, outside = sent.inside / link / share, sent.outside / network / share
     return float((inside**2 + outside**2) ** 0.5 + latency(cluster, c, crosses=sent.outside > 0))
+
+
+# SMs that kernels use by default, with which they saturate the links: DeepEP's Buffer, and HybridEP in Megatron Core.
+SATURATING_SMS = {"deepep": 20, "hybridep": 16}
+
+
+def sms_rate(workload: Workload) -> float:
+    """Share of the links that dispatch and combine get with ``parallel.dispatch_sms``: all of it from where they are
+    saturated, and in proportion below. 1 where the key is not set."""
+    sms = workload.parallel.dispatch_sms
+    return 1.0 if sms is None or workload.dispatcher == "local" else min(1.0, sms / _saturating(workload))
+
+
+def sms_taken(workload: Workload) -> float:
+    """Compute lost per hidden second of dispatch or combine beyond ``contention``, which was fitted to runs with the
+    default number of SMs: of the GPU's SMs, those that the exchange has more (or, negative, fewer) than by default."""
+    sms, gpu = workload.parallel.dispatch_sms, workload.cluster.gpu
+    if sms is None or workload.dispatcher == "local":
+        return 0.0
+    path = "parallel.dispatch_sms"
+    if not gpu.sms:
+        raise ConfigError(Problem(path, f"how many SMs {gpu.name} has is not known", "use null, or plan for H100"))
+    if sms >= gpu.sms:
+        words = f"is {sms}: {gpu.name} has {gpu.sms} SMs, and matmuls beside an exchange need some"
+        raise ConfigError(Problem(path, words, f"use less, such as {_saturating(workload)}"))
+    return (sms - _saturating(workload)) / gpu.sms
+
+
+def _saturating(workload: Workload) -> int:
+    known = SATURATING_SMS.get(workload.dispatcher)
+    if known is None:
+        words = f"no kernel of the {workload.dispatcher} dispatcher takes a number of SMs"
+        raise ConfigError(
+            Problem("parallel.dispatch_sms", words, f"use null, or parallel.dispatcher {', '.join(SATURATING_SMS)}")
+        )
+    return known
 
 
 def latency(cluster: Cluster, c: Constants, *, crosses: bool) -> float:
