@@ -199,7 +199,8 @@ FSDP_LAYOUTS = [
     pytest.param(4, {"parallel.ep": 2, "parallel.dp_replicate": 2}, id="fsdp ep", marks=pytest.mark.slow),
     pytest.param(2, {"parallel.schedule": "1f1b_overlapped"}, id="fsdp per step", marks=pytest.mark.slow),
 ]
-LAYOUTS = FLAT_LAYOUTS + FSDP_LAYOUTS
+FOUR_STEPS = FLAT | {"parallel.param_sync": "hierarchical", "parallel.ranks_per_host": 2}
+LAYOUTS = [*FLAT_LAYOUTS, pytest.param(4, FOUR_STEPS, id="four steps", marks=pytest.mark.slow), *FSDP_LAYOUTS]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -119,6 +119,27 @@ def compare(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: name + text)
 
 
+def test_bfloat16_between_hosts_rounds_the_sums_of_hosts_and_nothing_else() -> None:
+    """Every host's part is rounded once: gradients are within 2**-7 of those of float32 sums, and not equal to them."""
+    narrow = run_of("two hosts of two", replace(PrecisionConfig(), reduce="bfloat16_all_to_all"))
+    runs = (replace(narrow, precision=PrecisionConfig()), narrow)
+
+    def work(groups: Groups) -> None:
+        seen: list[dict[str, Tensor]] = [{}, {}]
+        for run, gradients in zip(runs, seen, strict=True):
+            model = build_local_model(run, groups, CPU)
+            watch(model, gradients)
+            run_step(model, make_optimizer(model), real_batches(run, groups, 0))
+        exact, rounded = seen
+        assert exact.keys() == rounded.keys()
+        for name, value in exact.items():
+            error = (rounded[name] - value).norm() / value.norm().clamp(min=1e-12)
+            assert error < 2**-7, (name, error)
+        assert any(not torch.equal(value, rounded[name]) for name, value in exact.items())
+
+    in_groups(work, narrow, 4)
+
+
 @pytest.mark.parametrize("name", ["two hosts of two", pytest.param("pipeline", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", [BF16, replace(BF16, reduce="bfloat16_all_to_all")], ids=["plain", "narrow"])
 def test_links_carry_the_bytes_of_the_formula(name: str, precision: PrecisionConfig) -> None:
