@@ -91,7 +91,8 @@ def host_reaches(workload: Workload, where: Reach, stride: int) -> tuple[Reach, 
     """Of a group whose gradients are summed in four steps: its ranks of one host, and one rank of each host."""
     parallel, domain = workload.parallel, workload.cluster.usable_domain
     inside = parallel.ranks_per_host // stride
-    if parallel.param_sync == "direct" or not 1 < inside < where.size:
+    hierarchical = parallel.sharding == "flat" and parallel.param_sync == "hierarchical"
+    if not hierarchical or not 1 < inside < where.size:
         return None
     return reach(inside, stride, domain), reach(where.size // inside, stride * inside, domain)
 
