@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moefold.nn.batch import Batch
-from moefold.nn.parallel_interfaces import Reach
+from moefold.nn.parallel_interfaces import OneChunk, Reach
 from moefold.topology.folded_layout import shard_sizes
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Meeting:
         return everything
 
 
-class CutTokens:
+class CutTokens(OneChunk):
     """The TokenSharding of ranks that each hold a share of one batch; what needs a gradient is left out."""
 
     def __init__(self, num_tokens: int, world: int, rank: int, meeting: Meeting) -> None:

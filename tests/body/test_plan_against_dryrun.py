@@ -156,6 +156,10 @@ SMALL = {
     "chunks, once per rank": case(
         "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated", exchange_chunks=2
     ),
+    "tensor in chunks": case("deepseek_v3_proxy", 4, batch=8, tp=2, ep=2, overlap=("tensor_parallel",), tp_chunks=3),
+    "tensor in chunks, narrow sums": case(
+        "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, overlap=("tensor_parallel",), precision={"tp_reduce": "bfloat16"}
+    ),
     "chunks, once per host": case(
         "deepseek_v3_proxy", 8, batch=8, cp=2, ep=8, dispatcher="two_level", ep_inner=4, exchange_chunks=2
     ),

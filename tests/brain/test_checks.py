@@ -17,8 +17,8 @@ from moefold.checks import (
     float16,
     graphs,
     kernels,
+    messages,
     model,
-    narrow_messages,
     narrow_recipes,
     parallel,
     planned_only,
@@ -135,6 +135,7 @@ HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.rou
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
 BESIDE = ParallelConfig(ep=2, overlap=("shared_experts",))
 CHUNKS = ParallelConfig(ep=2, exchange_chunks=2)
+IN_CHUNKS = ParallelConfig(tp=2, overlap=("tensor_parallel",), tp_chunks=4)
 SHARED = ModelConfig(moe=MoEConfig(shared_hidden_dim=64))
 FOUR_STEPS = ParallelConfig(sharding="flat", param_sync="hierarchical", ranks_per_host=2)
 CASES = [
@@ -190,6 +191,39 @@ CASES = [
             RunConfig(model=SHARED, parallel=CHUNKS, memory=MemoryConfig(retain=RetainConfig(rows="page"))),
             RunConfig(model=SHARED, parallel=CHUNKS, kernels=KernelsConfig(graphs="partial")),
         )
+    ),
+    *(
+        (messages.tp_chunks_have_matmuls_beside_them, RunConfig(model=SHARED, parallel=IN_CHUNKS), broken, path)
+        for broken, path in (
+            (RunConfig(model=SHARED, parallel=replace(IN_CHUNKS, tp_chunks=1)), "parallel.tp_chunks"),
+            (RunConfig(model=SHARED, parallel=ParallelConfig(tp=2, tp_chunks=4)), "parallel.tp_chunks"),
+            (RunConfig(model=SHARED, parallel=replace(IN_CHUNKS, tp=1)), "parallel.overlap"),
+            *(
+                (RunConfig(model=SHARED, parallel=IN_CHUNKS, **other), "parallel.overlap")
+                for other in (
+                    {"precision": PrecisionConfig(tp_reduce="fp8_all_to_all")},
+                    {"precision": PrecisionConfig(recipe="mxfp8")},
+                    {"kernels": KernelsConfig(graphs="partial")},
+                    {"memory": MemoryConfig(recompute=("attention",))},
+                    {"memory": MemoryConfig(recompute=("feed_forward",))},
+                    {"memory": MemoryConfig(recompute=("experts",))},
+                )
+            ),
+            (
+                RunConfig(
+                    model=replace(SHARED, attention=MLAConfig()),
+                    parallel=IN_CHUNKS,
+                    memory=MemoryConfig(retain=RetainConfig(mla_up="discard")),
+                ),
+                "parallel.overlap",
+            ),
+        )
+    ),
+    (
+        messages.tp_chunks_have_matmuls_beside_them,
+        RunConfig(model=ModelConfig(moe=MoEConfig()), parallel=IN_CHUNKS, memory=MemoryConfig(recompute=("experts",))),
+        RunConfig(model=SHARED, parallel=IN_CHUNKS, memory=MemoryConfig(recompute=("experts",))),
+        "parallel.overlap",
     ),
     (model.kv_heads_divide_heads, with_model(), with_model(attention=GQAConfig(num_heads=4, num_kv_heads=3)), HEADS),
     (
@@ -766,7 +800,7 @@ CASES = [
         "kernels.graphs",
     ),
     (
-        narrow_messages.narrow_rows_have_our_dispatcher,
+        messages.narrow_rows_have_our_dispatcher,
         RunConfig(precision=PrecisionConfig(dispatch="mxfp8")),
         RunConfig(precision=PrecisionConfig(dispatch="mxfp8"), model=ModelConfig(moe=None)),
         "precision.dispatch",
@@ -790,7 +824,7 @@ CASES = [
         "precision.gather",
     ),
     (
-        narrow_messages.rounded_parts_are_of_float32,
+        messages.rounded_parts_are_of_float32,
         in_formats(compute="bfloat16", reduce="bfloat16_all_to_all"),
         in_formats(compute="bfloat16", params="float64", reduce="bfloat16_all_to_all"),
         "precision.reduce",

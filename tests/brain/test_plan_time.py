@@ -16,7 +16,7 @@ from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.op_costs import head_of, sizes_of
 from moefold.plan.predict import predict
 from moefold.plan.timing.constants import CURRENT
-from moefold.plan.timing.layer_time import exposed_exchanges
+from moefold.plan.timing.layer_time import exposed_exchanges, hidden_in_chunks
 from moefold.plan.timing.step_time import predict_time, step_time, synced_seconds
 from moefold.plan.timing.step_timeline import step_timeline
 from moefold.plan.timing.throughput import conversion_passes, ring
@@ -215,6 +215,31 @@ def test_chunks_hide_more_the_more_they_are() -> None:
     assert exposed == pytest.approx([2.0, 1.0, 0.5, 0.25])
     # Never less than what the link takes longer than everything that computes.
     assert exposed_exchanges(3.0, 1.0, 0.5, 0.5, 64) == pytest.approx(6.0 - 2.0)
+
+
+def two_streams(exchange: float, matmuls: float, chunks: int) -> float:
+    """When a layer ends whose chunks are gathered, multiplied and summed; half of ``exchange`` is for gathers."""
+    computed, sent = 0.0, exchange / 2
+    for chunk in range(1, chunks + 1):
+        computed = max(computed, chunk * exchange / 2 / chunks) + matmuls / chunks
+        sent = max(sent, computed) + exchange / 2 / chunks
+    return sent
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+@pytest.mark.parametrize(("exchange", "matmuls"), [(2.0, 3.0), (3.0, 3.0), (3.0, 1.0)])
+def test_what_tensor_parallelism_hides_is_there_in_two_streams(exchange: float, matmuls: float, chunks: int) -> None:
+    hidden = hidden_in_chunks(exchange, matmuls, chunks)
+    assert hidden <= exchange + matmuls - two_streams(exchange, matmuls, chunks) + 1e-12
+    if matmuls > exchange:
+        assert hidden == pytest.approx(exchange + matmuls - two_streams(exchange, matmuls, chunks))
+
+
+def test_tensor_parallelism_in_chunks_makes_a_step_shorter() -> None:
+    plain = _job("deepseek_v2_lite", "H100", 16, "bfloat16", (4096, 1, 64), {}, tp=2, ep=8)
+    beside = (changed(plain, parallel={"overlap": ("tensor_parallel",), "tp_chunks": chunks}) for chunks in (2, 4))
+    steps = [predict_time(workload).step_seconds for workload in (plain, *beside)]
+    assert steps[0] > steps[1] > steps[2]
 
 
 @pytest.mark.parametrize("gpus", [16, 64])

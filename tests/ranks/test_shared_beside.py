@@ -136,15 +136,15 @@ def observed(rank: int) -> list[str]:
     shared = layer.shared
     to_hidden, from_hidden = shared.to_hidden, shared.from_hidden
 
-    def up(x_tD: Tensor, batch: Batch) -> Tensor:
+    def up(x_tD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         log.append("up")
         hidden = to_hidden(x_tD, batch)
-        hidden.register_hook(lambda _: log.append("up backward"))
+        hidden[0].register_hook(lambda _: log.append("up backward"))
         return hidden
 
-    def down(hidden_SF: Tensor) -> Tensor:
+    def down(hidden_SF: tuple[Tensor, ...], batch: Batch) -> Tensor:
         log.append("down")
-        out = from_hidden(hidden_SF)
+        out = from_hidden(hidden_SF, batch)
         out.register_hook(lambda _: log.append("down backward"))
         return out
 

@@ -92,21 +92,24 @@ class GatedDeltaNet(nn.Module):
         self.core = WholeDocuments() if core is None else core
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
-        mixed_SX, z_SHU = self._projected(x_SD)
+        parts = [self._projected(x_SD) for (x_SD,) in self.tokens.gather_chunks(batch, x_tD)]
+        mixed_SX, z_SHU, ba_SX = map(self.tokens.join_chunks, zip(*parts, strict=True))
+        del parts
         mix = partial(self._mix, batch.positions_S, batch.lengths)
         weights = (self.conv, self.A_log, self.dt_bias)
-        seen_SHU = self.retain.step("core", mix, mixed_SX, self.ba(x_SD), *weights)
+        seen_SHU = self.retain.step("core", mix, mixed_SX, ba_SX, *weights)
         gated_SHU = recompute_in_backward(self._gate, seen_SHU, z_SHU, self.norm.weight)
-        return self.tokens.reduce(self.linear_out(gated_SHU.flatten(1)))
+        chunks = self.tokens.split_chunks(gated_SHU.flatten(1))
+        return self.tokens.reduce_chunks(map(self.linear_out, chunks), batch)
 
-    def _projected(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values side by side, and z; copies, so that the projection itself is not kept."""
+    def _projected(self, x_SD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values side by side, z, and b and a; copies, so that the projection itself is not kept."""
+        x_SD = self.retain.received("attention_norm", x_SD)
         key, values = self.config.key_dim, self.shared * self.config.value_dim
         by_head_SJX = self.qkvz(x_SD).unflatten(-1, (-1, 2 * key + 2 * values))
         q_SJC, k_SJC, v_SJX, z_SJX = by_head_SJX.split((key, key, values, values), dim=-1)
         mixed_SX = torch.cat((q_SJC.flatten(1), k_SJC.flatten(1), v_SJX.flatten(1)), dim=-1)
-        return mixed_SX, z_SJX.flatten(1).unflatten(-1, (-1, self.config.value_dim))
+        return mixed_SX, z_SJX.flatten(1).unflatten(-1, (-1, self.config.value_dim)), self.ba(x_SD)
 
     def _mix(
         self,

@@ -61,13 +61,15 @@ class GroupedQueryAttention(nn.Module):
         self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
-        q_SX, gate_SHC = self._queries_and_gate(x_SD)
+        parts = [self._projected(x_SD) for (x_SD,) in self.tokens.gather_chunks(batch, x_tD)]
+        q_SX, k_SX, v_SX, *gate = map(self.tokens.join_chunks, zip(*parts, strict=True))
+        del parts
         q_SHC = self._heads(q_SX, None if self.norm_rotated else self.q_norm)
-        k_SJC = self._heads(self.k(x_SD), None if self.norm_rotated else self.k_norm)
-        v_SJC = self._heads(self.v(x_SD), None)
+        k_SJC = self._heads(k_SX, None if self.norm_rotated else self.k_norm)
+        v_SJC = self._heads(v_SX, None)
+        del q_SX, k_SX, v_SX
         if self.has_rope:
-            tables = self.rotary(batch.positions_S, like=x_SD)
+            tables = self.rotary(batch.positions_S, like=x_tD)
             q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
         elif self.temperature:
             q_SHC = self._scale_by_position(q_SHC, batch.positions_S)
@@ -76,7 +78,7 @@ class GroupedQueryAttention(nn.Module):
             q_SHC, k_SJC = self.q_norm(q_SHC), self.k_norm(k_SJC)
         scale = self.head_dim**-0.5
         # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
-        sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
+        sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_tD.dtype))
 
         def attend(q_SHC: Tensor, k_SJC: Tensor, v_SJC: Tensor, sinks_H: Tensor | None = None) -> Tensor:
             return self.core(
@@ -85,16 +87,19 @@ class GroupedQueryAttention(nn.Module):
 
         inputs = (q_SHC, k_SJC, v_SJC) if sinks_H is None else (q_SHC, k_SJC, v_SJC, sinks_H)
         seen_SHC = self.retain.step("core", attend, *inputs)
-        if gate_SHC is not None:
+        for gate_SHC in gate:
             seen_SHC = seen_SHC * gate_SHC.sigmoid()
-        return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))
+        chunks = self.tokens.split_chunks(seen_SHC.flatten(1))
+        return self.out.add_bias(self.tokens.reduce_chunks(map(self.out.partial, chunks), batch))
 
-    def _queries_and_gate(self, x_SD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _projected(self, x_SD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, values, and the gate if there is one."""
+        x_SD = self.retain.received("attention_norm", x_SD)
         if not self.output_gate:
-            return self.q(x_SD), None
+            return self.q(x_SD), self.k(x_SD), self.v(x_SD)
         q_SHC, gate_SHC = self.q(x_SD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         # A copy: a view that is saved for the backward pass would keep the gate's half alive too.
-        return q_SHC.flatten(1), gate_SHC
+        return q_SHC.flatten(1), self.k(x_SD), self.v(x_SD), gate_SHC
 
     def _scale_by_position(self, q_SHC: Tensor, positions_S: Tensor) -> Tensor:
         """Far positions see more keys; larger logits keep their softmax from flattening."""

@@ -59,25 +59,32 @@ class LatentAttention(nn.Module):
         self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        q_in_SX, both_SX = self._queries_in(x_tD, batch), self._latents(x_tD, batch)
-        q_SHC, k_SHC, v_SHU = self.retain.step("mla_up", partial(self._up, batch.positions_S), q_in_SX, both_SX)
-        del q_in_SX, both_SX
+        arriving = self.tokens.gather_chunks(batch, self._queries_in(x_tD), self._latents(x_tD))
+        positions = self.tokens.split_chunks(batch.positions_S)
+        parts = [self._projected(*places) for places in zip(positions, arriving, strict=True)]
+        q_SHC, k_SHC, v_SHU = map(self.tokens.join_chunks, zip(*parts, strict=True))
+        del arriving, parts
         attend = partial(self.core, batch=batch, scale=self.scale, window=None, sinks_H=None)
         seen_SHU = self.retain.step("core", attend, q_SHC, k_SHC, v_SHU)
         del q_SHC, k_SHC, v_SHU
-        return self.tokens.reduce(self.out(seen_SHU.flatten(1)))
+        chunks = self.tokens.split_chunks(seen_SHU.flatten(1))
+        return self.tokens.reduce_chunks(map(self.out, chunks), batch)
 
-    def _queries_in(self, x_tD: Tensor, batch: Batch) -> Tensor:
+    def _projected(self, positions_S: Tensor, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        q_in_SX, both_SX = gathered
+        q_in_SX = self.retain.received("attention_norm" if self.config.q_latent is None else "latent_norm", q_in_SX)
+        both_SX = self.retain.received("latent_norm", both_SX)
+        return self.retain.step("mla_up", partial(self._up, positions_S), q_in_SX, both_SX)
+
+    def _queries_in(self, x_tD: Tensor) -> Tensor:
         """What queries are projected from: their normed latents, or the layer's input."""
         if self.config.q_latent is None:
-            return self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
-        normed_tX = self.retain.step("latent_norm", self.q_norm, self.q_down(x_tD))
-        return self.retain.received("latent_norm", self.tokens.gather(normed_tX, batch))
+            return x_tD
+        return self.retain.step("latent_norm", self.q_norm, self.q_down(x_tD))
 
-    def _latents(self, x_tD: Tensor, batch: Batch) -> Tensor:
+    def _latents(self, x_tD: Tensor) -> Tensor:
         """Normed latents of keys and values, and beside them the entries that carry positions."""
-        both_tX = self.retain.step("latent_norm", self._normed, self.kv_down(x_tD))
-        return self.retain.received("latent_norm", self.tokens.gather(both_tX, batch))
+        return self.retain.step("latent_norm", self._normed, self.kv_down(x_tD))
 
     def _normed(self, both_tX: Tensor) -> Tensor:
         latent_tk, rope_tX = both_tX.split((self.config.kv_latent, self.config.rope_dim), dim=-1)

@@ -75,9 +75,9 @@ PLANNED_ONLY = (
     PlannedOnly("parallel.sharding", ("fsdp", "flat"), "{} sharding"),
     PlannedOnly(
         "parallel.overlap",
-        ("shared_experts",),
+        ("shared_experts", "tensor_parallel"),
         "overlapping {} under any schedule",
-        "use [] or [shared_experts], and a parallel.schedule that overlaps, such as 1f1b_overlapped or dualpipe_v",
+        "use [], shared_experts or tensor_parallel, and a parallel.schedule that overlaps, such as 1f1b_overlapped",
     ),
 )
 

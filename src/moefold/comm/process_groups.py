@@ -157,6 +157,7 @@ class Groups:
         ep_inner: int = 1,
         ranks_per_host: int = 1,
         own_stream: bool = False,
+        beside_tp: bool = False,
         share_memory: bool = False,
     ) -> None:
         """``inner``: consecutive ranks of a context group that all-to-all heads in hierarchical context parallelism.
@@ -164,8 +165,9 @@ class Groups:
         and gathers of flat buffers in four steps.
 
         ``own_stream`` makes separate process groups for dispatchers: their collectives run on another thread, and two
-        threads must not share a process group. ``share_memory``: dispatchers' exchanges go through shared memory where
-        the ranks of a group are on one host, and on CPUs.
+        threads must not share a process group. ``beside_tp`` makes another one of the tp group, for the same reason.
+        ``share_memory``: dispatchers' exchanges go through shared memory where the ranks of a group are on one host,
+        and on CPUs.
         """
         self._memories: dict[int, LazySharedMemory] | None = {} if share_memory else None
         self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
@@ -175,6 +177,10 @@ class Groups:
         for name in GROUPS:
             stream = on_stream if own_stream and name in TOKEN_GROUPS else made
             self._groups[name] = self._group(name, layout.ranks(name, rank), stream, shared=stream is made)
+        tp = self["tp"]
+        # Where tensor parallelism runs beside computation: the tp group for that other thread.
+        own = _new_group(tp.ranks, None, timeout) if beside_tp and not tp.alone else tp.handle
+        self.beside_tp = replace(tp, handle=own)
         self._groups["pp"] = replace(self["pp"], channels=self._channels(self["pp"]))
         across, inside = levels(layout.ranks("ep", rank), rank, ep_inner)
         for name, ranks in (("ep_across", across), ("ep_inside", inside)):

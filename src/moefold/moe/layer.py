@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
         if (feed := self.shared) is not None:
             shared = SharedExpert(
                 lambda x_tD: feed.to_hidden(x_tD, batch),
-                lambda hidden_tF, x_tD: self._gated(feed.from_hidden(hidden_tF), x_tD),
+                lambda hidden, x_tD: self._gated(feed.from_hidden(hidden, batch), x_tD),
             )
         steps = OverlappedSteps(overlap, self.experts, shared)
 

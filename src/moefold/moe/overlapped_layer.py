@@ -49,11 +49,11 @@ class ChunkTokens(NamedTuple):
 
 class Overlapped(NamedTuple):
     """Between two phases. ``tokens`` are None once they are prepared; ``rows``: of each chunk its counts, then its rows
-    as sent, their exchange under way, as received, and so back; ``shared``: the shared expert's hidden activations
-    after its first matmul, its output after its second."""
+    as sent, their exchange under way, as received, and so back; ``shared``: the shared expert's hidden activations,
+    in chunks, after its first matmul, its output after its second."""
 
     x_tD: Tensor
-    shared: Tensor | None
+    shared: Carried
     tokens: tuple[ChunkTokens | None, ...]
     rows: tuple[Carried, ...]
     tickets: tuple[Carried, ...]
@@ -63,8 +63,8 @@ class Overlapped(NamedTuple):
 class SharedExpert(NamedTuple):
     """Its two halves, the second with its gate."""
 
-    up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor, Tensor], Tensor]
+    up: Callable[[Tensor], tuple[Tensor, ...]]
+    down: Callable[[tuple[Tensor, ...], Tensor], Tensor]
 
 
 # One operation of one chunk.

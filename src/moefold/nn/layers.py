@@ -4,7 +4,7 @@ gated feed-forward (a layer's own, or the shared expert).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +134,23 @@ class FeedForward(nn.Module):
         self.matmul_policy = self.down_matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        return self.from_hidden(self.to_hidden(x_tD, batch))
+        return self.from_hidden(self._arriving(x_tD, batch), batch)
 
-    def to_hidden(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_SD = self.retain.received("feed_norm", self.tokens.gather(x_tD, batch))
-        return self.retain.step(self.step, self._hidden, x_SD)
+    def to_hidden(self, x_tD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Hidden activations of all tokens, chunk by chunk (``TokenSharding.gather_chunks``)."""
+        return tuple(self._arriving(x_tD, batch))
 
-    def from_hidden(self, hidden_SF: Tensor) -> Tensor:
+    def from_hidden(self, hidden_SF: Iterable[Tensor], batch: Batch) -> Tensor:
+        return self.tokens.reduce_chunks(map(self._partial, hidden_SF), batch)
+
+    def _arriving(self, x_tD: Tensor, batch: Batch) -> Iterator[Tensor]:
+        for (x_SD,) in self.tokens.gather_chunks(batch, x_tD):
+            yield self.retain.step(self.step, self._hidden, self.retain.received("feed_norm", x_SD))
+
+    def _partial(self, hidden_SF: Tensor) -> Tensor:
         out_SD = self.down_matmul_policy.linear(hidden_SF, self.down)
         adapter = (self.down_lora_a, self.down_lora_b, self.lora_scale)
-        return self.tokens.reduce(add_low_rank(out_SD, hidden_SF, *adapter, self.down_matmul_policy))
+        return add_low_rank(out_SD, hidden_SF, *adapter, self.down_matmul_policy)
 
     def _hidden(self, x_SD: Tensor) -> Tensor:
         gate_up_SG = self.matmul_policy.linear(x_SD, self.gate_up)

@@ -3,10 +3,14 @@
 A layer is written for one device and given these objects. On one process they do nothing;
 ``parallel/tensor_parallel.py`` has the versions that communicate. Which gradient each one has is part of its contract,
 because that is where parallel training goes wrong silently.
+
+A sharded matmul takes its tokens chunk by chunk, so that one chunk can be on its way while another is multiplied. Where
+nothing overlaps, all tokens are one chunk (``OneChunk``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -26,6 +30,23 @@ class TokenSharding(Protocol):
 
     def reduce(self, x_SD: Tensor) -> Tensor:
         """Partial sums of all S tokens, reduce-scattered over tp to this rank's. Backward gathers."""
+        ...
+
+    def gather_chunks(self, batch: Batch, *x_tX: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """``gather`` of these tensors in chunks of tokens. What the caller computes of one does not wait for the next
+        to arrive, nor for its gradients to leave. A chunk holds some tokens of every rank: see ``split_chunks``."""
+        ...
+
+    def reduce_chunks(self, partial_SD: Iterable[Tensor], batch: Batch) -> Tensor:
+        """``reduce`` of the same chunks. What makes the next one does not wait until the last one has been summed."""
+        ...
+
+    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
+        """All tokens as these chunks; no exchange."""
+        ...
+
+    def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
+        """The inverse: chunks as all tokens, in their order."""
         ...
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
@@ -69,7 +90,31 @@ class VocabSharding(Protocol):
         ...
 
 
-class LocalTokens:
+class OneChunk:
+    """All tokens of a sharded matmul are exchanged at once, before it or after it."""
+
+    def gather(self, x_tX: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def reduce(self, x_SD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather_chunks(self, batch: Batch, *x_tX: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        yield tuple(self.gather(x, batch) for x in x_tX)
+
+    def reduce_chunks(self, partial_SD: Iterable[Tensor], batch: Batch) -> Tensor:
+        (whole_SD,) = partial_SD
+        return self.reduce(whole_SD)
+
+    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
+        return (x_SX,)
+
+    def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
+        (whole_SX,) = chunks
+        return whole_SX
+
+
+class LocalTokens(OneChunk):
     """One rank holds all tokens."""
 
     def gather(self, x_tX: Tensor, batch: Batch) -> Tensor:

@@ -171,6 +171,7 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         ep_inner=run.parallel.ep_inner,
         ranks_per_host=run.parallel.ranks_per_host,
         own_stream=uses_comm_stream(run.parallel),
+        beside_tp="tensor_parallel" in run.parallel.overlap,
         share_memory=run.parallel.cpu_exchange == "shared_memory",
     )
 
@@ -219,14 +220,18 @@ def build_on_meta(
     attention = attention_for(run, device.type)
     retention = retention_for(run.memory, device, paged_stash(run, groups, device))
     retain = KEEP_ALL if retention is None else retention
+    ledger = groups["world"].ledger
+    tp_stream = None
+    if "tensor_parallel" in run.parallel.overlap and not groups["tp"].alone:
+        tp_stream = TimedCommStream(make_stream(device), ledger)
     interfaces = parallel_interfaces_of(
-        run, groups, weight_grads, host, kernels, device.type, attention, retain, cpu_matmul
+        run, groups, weight_grads, host, kernels, device.type, attention, retain, cpu_matmul, tp_stream
     )
     maxima = None if run.optim.qk_clip is None else LogitMaxima()
     observe = None if maxima is None else observer(groups, maxima)
     stream = None
     if uses_comm_stream(run.parallel):
-        stream = TimedCommStream(make_stream(device), groups["world"].ledger)
+        stream = TimedCommStream(make_stream(device), ledger)
     own = stream if overlaps_itself(run.parallel) else None
     overlap = None if own is None else partial(layer_overlap, run, groups, host, own)
     graphs = None

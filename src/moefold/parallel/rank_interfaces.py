@@ -12,6 +12,7 @@ from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.varlen import VarlenAttention
 from moefold.checks.kernels import experts_in_use
 from moefold.comm.message_codecs import SumFormat
+from moefold.comm.p2p import CommStream
 from moefold.comm.process_groups import Groups
 from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.run import RunConfig
@@ -25,7 +26,7 @@ from moefold.nn.paged_stash import PagedStash
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.dispatchers import dispatcher_for
-from moefold.parallel.tensor_parallel import TokenShards, VocabShards
+from moefold.parallel.tensor_parallel import ChunkedTokenShards, TokenShards, VocabShards
 from moefold.plan.memory.page_pools import page_pools, paged_dims
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.dtypes import TORCH_FORMATS
@@ -42,12 +43,14 @@ def parallel_interfaces_of(
     attention: VarlenAttention | None = None,
     retain: Retention = KEEP_ALL,
     cpu_matmul: str = "compute",
+    tp_stream: CommStream | None = None,
 ) -> ParallelInterfaces:
+    """``tp_stream``: where tokens of tensor parallelism travel beside computation (`parallel.overlap`)."""
     # Flat buffers are the gradients of all weights already when a step starts.
     in_place = run.parallel.sharding == "flat"
     matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads, in_place, cpu_matmul)
     return ParallelInterfaces(
-        tokens=TokenShards(groups, *tp_sums(run)),
+        tokens=token_shards(run, groups, tp_stream),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,
@@ -67,6 +70,12 @@ def parallel_interfaces_of(
         recompute=frozenset(run.memory.recompute),
         retain=retain,
     )
+
+
+def token_shards(run: RunConfig, groups: Groups, tp_stream: CommStream | None) -> TokenShards:
+    if tp_stream is None:
+        return TokenShards(groups, *tp_sums(run))
+    return ChunkedTokenShards(groups, *tp_sums(run), run.parallel.tp_chunks, tp_stream)
 
 
 def tp_sums(run: RunConfig) -> tuple[SumFormat, SumFormat]:

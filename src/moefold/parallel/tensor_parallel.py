@@ -3,9 +3,22 @@
 Between attention and feed-forward the tokens of a microbatch are sharded over the tp ranks, in contiguous shards that
 need not be equal. Matmuls that are sharded by heads or hidden dim need all tokens, so they stand between a ``gather``
 and a ``reduce``. The head and the loss are sharded by vocabulary; every tp rank computes the same loss.
+
+With ``parallel.overlap: [tensor_parallel]`` both go in chunks (``ChunkedTokenShards``), on a stream of their own:
+
+    comm      gather 0, gather 1 |          | reduce 0   | reduce 1
+    compute                      | matmul 0 | matmul 1   |
+
+Chunk c is the c-th part of every rank's shard, so what is gathered is not in the tokens' order: a feed-forward computes
+in the order of chunks and needs no other, attention puts queries, keys and values in order and its output back. The
+backward is the mirror (`moe/exchange_beside.py`): the gradients of a chunk arrive, or leave to be summed, beside both
+matmuls (of inputs and of weights) of another. ``TokenShards`` is the reference.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,13 +33,15 @@ from moefold.comm.collectives import (
     reduce_scatter_rows,
 )
 from moefold.comm.message_codecs import SumFormat
+from moefold.comm.p2p import CommStream
 from moefold.comm.process_groups import Group, Groups
+from moefold.moe.exchange_beside import ExchangesBeside
 from moefold.nn.batch import Batch
-from moefold.nn.parallel_interfaces import Reach
+from moefold.nn.parallel_interfaces import OneChunk, Reach
 from moefold.topology.folded_layout import shard_sizes
 
 
-class TokenShards:
+class TokenShards(OneChunk):
     """The tokens of a microbatch, sharded over its context ranks, and each context shard over the tp ranks."""
 
     def __init__(self, groups: Groups, sums: SumFormat | None = None, grad_sums: SumFormat | None = None) -> None:
@@ -70,6 +85,68 @@ class TokenShards:
 
     def _sizes(self, num_tokens: int) -> tuple[int, ...]:
         return shard_sizes(num_tokens, self.tp.size)
+
+
+class ChunkedTokenShards(TokenShards):
+    """Tokens before and after sharded matmuls travel in chunks, each beside the matmuls of another."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        sums: SumFormat | None,
+        grad_sums: SumFormat | None,
+        chunks: int,
+        stream: CommStream,
+    ) -> None:
+        super().__init__(groups, sums, grad_sums)
+        # Of the same ranks, with a process group of its own: other collectives of this axis run on another thread.
+        self.beside_tp = groups.beside_tp
+        self.num_chunks, self.exchanges = chunks, ExchangesBeside(stream)
+
+    def gather_chunks(self, batch: Batch, *x_tX: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        chunks = self.chunk_sizes(batch.num_tokens)
+        mine = [x.split([sizes[self.tp.index] for sizes in chunks]) for x in x_tX]
+        # All leave before the first is waited for; those of one chunk follow each other.
+        started = [
+            tuple(self.exchanges.start(partial(self._gather_one, sizes), part) for part in parts)
+            for sizes, *parts in zip(chunks, *mine, strict=True)
+        ]
+        for pending in started:
+            yield tuple(each.wait() for each in pending)
+
+    def reduce_chunks(self, partial_SD: Iterable[Tensor], batch: Batch) -> Tensor:
+        chunks = self.chunk_sizes(batch.num_tokens)
+        started = [
+            self.exchanges.start(partial(self._reduce_one, sizes), part)
+            for sizes, part in zip(chunks, partial_SD, strict=True)
+        ]
+        return torch.cat([pending.wait() for pending in started])
+
+    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
+        chunks = self.chunk_sizes(len(x_SX))
+        if len(chunks) == 1:
+            return (x_SX,)
+        pieces = x_SX.split([size for of_rank in zip(*chunks, strict=True) for size in of_rank])
+        return tuple(torch.cat(pieces[chunk :: len(chunks)]) for chunk in range(len(chunks)))
+
+    def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
+        if len(chunks) == 1:
+            return chunks[0]
+        sizes = self.chunk_sizes(sum(map(len, chunks)))
+        pieces = [chunk.split(of_chunk) for chunk, of_chunk in zip(chunks, sizes, strict=True)]
+        return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+    def chunk_sizes(self, num_tokens: int) -> list[tuple[int, ...]]:
+        """By chunk, of every rank: its shard in parts that differ by one at most. Chunks of no token are left out."""
+        by_rank = [shard_sizes(size, self.num_chunks) for size in self._sizes(num_tokens)]
+        first, *others = zip(*by_rank, strict=True)
+        return [first, *(sizes for sizes in others if any(sizes))]
+
+    def _gather_one(self, sizes: tuple[int, ...], x_cX: Tensor) -> Tensor:
+        return all_gather_rows(x_cX, sizes, self.beside_tp, self.grad_sums)
+
+    def _reduce_one(self, sizes: tuple[int, ...], partial_cD: Tensor) -> Tensor:
+        return reduce_scatter_rows(partial_cD, sizes, self.beside_tp, self.sums)
 
 
 class VocabShards:

@@ -301,13 +301,14 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Each rank looks up its shard of the vocabulary; their sum is the embedding. Frozen, it has no backward."""
-    tp_reduce(run, layout, run.model.dim, times, tally, backward=is_trained("embedding.weight", run.optim))
+    is_updated = is_trained("embedding.weight", run.optim)
+    tp_reduce(run, layout, run.model.dim, times, tally, backward=is_updated, in_chunks=False)
 
 
 def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Tokens are gathered, each rank has its shard of the vocabulary, two numbers per token are reduced."""
     tokens = tokens_of(run, layout)
-    tp_gather(run, layout, run.model.dim, times, tally)
+    tp_gather(run, layout, run.model.dim, times, tally, in_chunks=False)
     tally.add("all_gather", "tp", tokens.shared * tokens.wide, times)
     tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times)
 

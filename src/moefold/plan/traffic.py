@@ -151,8 +151,9 @@ def distinct(places: float, choices: int) -> float:
     return float(places * (1 - (1 - 1 / places) ** choices))
 
 
-def tensor_bytes(workload: Workload, layer: Layer) -> float:
-    """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
+def tensor_bytes(workload: Workload, layer: Layer, experts: bool = True) -> float:
+    """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank. Those of split ``experts``
+    are among them or not."""
     tp = workload.parallel.tp
     tokens = workload.context_tokens
     # As many gathers as sums; in moefold a sum has a format of its own.
@@ -164,7 +165,7 @@ def tensor_bytes(workload: Workload, layer: Layer) -> float:
     elif layer.feed is not None:
         passes += 2.0
     total = passes * once
-    if isinstance(layer.feed, MoE) and workload.parallel.etp > 1:
+    if experts and isinstance(layer.feed, MoE) and workload.parallel.etp > 1:
         etp = workload.parallel.etp
         rows = tokens / tp * layer.feed.top_k * etp
         total += 2 * workload.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp

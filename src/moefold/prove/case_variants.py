@@ -53,10 +53,16 @@ def with_hybrids(run: RunConfig, world: int) -> RunConfig:
 
 
 def with_overlaps(run: RunConfig, world: int) -> RunConfig:
-    """Shared experts beside dispatch and combine in half of the cases that may have it, tokens in chunks in most."""
+    """Shared experts beside dispatch and combine in half of the cases that may have it, tokens in chunks in most; half
+    of those with tensor parallelism exchange their tokens in chunks."""
     if Random(f"overlaps of {run.seed}").random() >= 0.5:
         beside = replace(run, parallel=replace(run.parallel, overlap=("shared_experts",)))
         run = unless_refused(run, beside, world)
+    random = Random(f"tensor parallelism of {run.seed}")
+    tp_chunks = random.choice((2, 2, 3, 5))
+    if random.random() < 0.5:
+        parallel = replace(run.parallel, overlap=(*run.parallel.overlap, "tensor_parallel"), tp_chunks=tp_chunks)
+        run = unless_refused(run, replace(run, parallel=parallel), world)
     random = Random(f"chunks of {run.seed}")
     chunks = random.choice((2, 2, 3, 4))
     if random.random() < 0.2:

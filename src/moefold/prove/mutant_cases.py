@@ -359,6 +359,20 @@ _CHUNKS = (
         DataConfig(seq_len=8, global_batch=8, micro_batch=2),
     ),
 )
-_LAYERS = (*_OVERLAPS, *_CHUNKS, *_GRAPHED)
+_TENSOR = (
+    # Nine tokens of each rank.
+    _case(
+        "tensor in chunks",
+        ParallelConfig(tp=2, ep=2, overlap=("tensor_parallel",), tp_chunks=3),
+        _model(moe=replace(_SHARED, router=RouterConfig())),
+    ),
+    _case(
+        "tensor in chunks of one size",
+        ParallelConfig(tp=2, ep=2, overlap=("tensor_parallel",)),
+        _model(num_dense_layers=1),
+        DataConfig(seq_len=8, global_batch=8, micro_batch=2),
+    ),
+)
+_LAYERS = (*_TENSOR, *_OVERLAPS, *_CHUNKS, *_GRAPHED)
 _ALL = (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW, *_CLONED, *_LAYERS)
 CASES = {case.run.name: case for case in _ALL}

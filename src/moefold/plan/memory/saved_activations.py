@@ -193,6 +193,8 @@ def setting_of(workload: Workload) -> Setting:
         on.append("context_parallel")
     if parallel.tp > 1:
         on.append("tensor_parallel")
+        if workload.is_own and "tensor_parallel" in parallel.overlap:
+            on.append("tensor chunks")
     if workload.format == "nvfp4" and workload.recompute >= {"norms", "activation"}:
         on.append("own_products")
     if workload.is_own:

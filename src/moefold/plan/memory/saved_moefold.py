@@ -147,6 +147,15 @@ MOEFOLD: tuple[Saved, ...] = (
         step="core",
         received="context_parallel",
     ),
+    # The last matmul's input: the kernel keeps its output, and the chunks are another copy of it.
+    Saved(
+        "attention",
+        "context in chunks",
+        lambda s: s.context * (not _is_cut(s) and not s.gate),
+        cut="heads",
+        dropped=_ATTENTION,
+        needs="tensor chunks",
+    ),
     Saved("attention", "mask", lambda s: s.masked, cut="whole", dropped=_ATTENTION),
     Saved(
         "attention",

@@ -230,6 +230,26 @@ def exposed_exchanges(exchange: float, experts: float, before: float, after: flo
     return max(free + after, sent) - (before + experts + after)
 
 
+def hidden_in_chunks(exchange: float, matmuls: float, chunks: int) -> float:
+    """Seconds in which tensor parallelism's exchanges and the matmuls between them run at once. Of whichever is shorter
+    that is all but one of ``chunks`` at least: before the first chunk arrives nothing is multiplied, and nothing when
+    the last one is summed."""
+    return min(exchange, matmuls) * (chunks - 1) / chunks
+
+
+# Between a gather of tokens and a sum over tensor-parallel ranks.
+_SHARDED_MATMULS = ("qkv", "mla_up", "attention_out", "scan_in", "scan_out", "feed_forward", "shared")
+
+
+def _tensor_chunks(workload: Workload) -> int:
+    return workload.parallel.tp_chunks if workload.is_own and "tensor_parallel" in workload.parallel.overlap else 1
+
+
+def _share_in_chunks(workload: Workload, layer: Layer) -> float:
+    """Of the bytes of tensor parallelism: not those of split experts, which dispatchers send."""
+    return tensor_bytes(workload, layer, experts=False) / max(1.0, tensor_bytes(workload, layer))
+
+
 def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
     before, after, backward = loads_of(workload, layer, sizes)
@@ -243,6 +263,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     experts_work = _work_of(_EXPERTS, layer, sizes)
     tensor = _tensor(workload, layer, c)
     exposed = c.tensor_hidden if workload.framework.tp_overlap else c.tensor_exposed
+    tp_chunks = _tensor_chunks(workload)
     context = _context(workload, layer, c) * c.context_exposed
     sync = _sync(workload, moe, c)
     taken = sms_taken(workload) if moe else 0.0
@@ -253,6 +274,10 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         moving = rates.moving(load.work) + gap * load.work.kernels
         host = rates.launch * load.launches + rates.loop * load.loops
         expert, ring_time = dispatches * one_dispatch, gathers * tensor
+        tensor_shown = exposed * ring_time
+        if gathers and tp_chunks > 1:
+            beside = rates.compute(_work_of(_SHARDED_MATMULS, layer, sizes)[back], backward=back)
+            tensor_shown -= hidden_in_chunks(_share_in_chunks(workload, layer) * tensor_shown, beside, tp_chunks)
         hidden = hide * expert
         if dispatches and (shared is not None or chunks > 1):
             # Of a shared expert, two thirds are its first matmul and one third its second. Backward is the mirror.
@@ -261,17 +286,17 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
             experts = rates.compute(experts_work[back], backward=back)
             bare = exposed_exchanges(one_dispatch, experts, *halves, chunks)
             hidden = max(hidden, c.expert_hidden * (2 * one_dispatch - bare))
-        shown = expert - hidden + exposed * ring_time + rings * context
-        lost = c.contention * (hidden + (1 - exposed) * ring_time) + max(-c.contention, taken) * hidden
+        shown = expert - hidden + tensor_shown + rings * context
+        lost = c.contention * (hidden + ring_time - tensor_shown) + max(-c.contention, taken) * hidden
         gpu_seconds = compute + moving + shown + lost
         return Seconds(
             compute + lost,
             moving,
             slower(gpu_seconds, host) - gpu_seconds + waits * sync,
-            exposed * ring_time,
+            tensor_shown,
             expert - hidden,
             rings * context,
-            hidden_tensor=(1 - exposed) * ring_time,
+            hidden_tensor=ring_time - tensor_shown,
             hidden_expert=hidden,
         )
 

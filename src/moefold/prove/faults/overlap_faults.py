@@ -1,21 +1,24 @@
 """Faults of what runs beside an exchange: outputs lost or added twice, gradients that never arrive, parts and chunks in
-another order.
+another order, of rows on their way to experts and of tokens around matmuls of tensor parallelism.
 
 As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 import moefold.moe.dispatch.all_to_all
 import moefold.moe.exchange_beside
+from moefold.comm.collectives import all_gather_replicated, reduce_scatter_rows
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.overlapped_layer import Overlapped, OverlappedSteps
+from moefold.nn.batch import Batch
 from moefold.nn.phase_autograd import Gradients, Recorded
+from moefold.parallel.tensor_parallel import ChunkedTokenShards
 from moefold.prove.faults.parallel_faults import put, wrap
 
 Step = Callable[[OverlappedSteps, Overlapped, int], Overlapped]
@@ -144,6 +147,61 @@ def gradient_of_the_first_chunk_added_twice() -> None:
     wrap(OverlappedSteps, "_run_experts", make)
 
 
+# ---- tensor parallelism in chunks ----
+
+
+def tensor_chunks_in_the_order_of_arrival() -> None:
+    """Attention takes the c-th part of every rank for tokens that follow each other."""
+    put(ChunkedTokenShards, "join_chunks", lambda self, chunks: torch.cat(list(chunks)))
+
+
+def tensor_chunks_summed_in_reverse() -> None:
+    """The chunks are of one size, so that shapes do not tell."""
+
+    def make(reduce_chunks: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def reversed_chunks(self: ChunkedTokenShards, partial_SD: Iterable[Tensor], batch: Batch) -> Tensor:
+            return reduce_chunks(self, list(partial_SD)[::-1], batch)
+
+        return reversed_chunks
+
+    wrap(ChunkedTokenShards, "reduce_chunks", make)
+
+
+def gathered_chunk_overwritten_by_the_next() -> None:
+    """Its matmul has run forward; the gradient of the weight reads it later."""
+
+    def make(gather_chunks: Callable[..., Iterator[tuple[Tensor, ...]]]) -> Callable[..., Iterator[tuple[Tensor, ...]]]:
+        def into_one_buffer(self: ChunkedTokenShards, batch: Batch, *x_tX: Tensor) -> Iterator[tuple[Tensor, ...]]:
+            before: Tensor | None = None
+            for chunk in gather_chunks(self, batch, *x_tX):
+                if before is not None:
+                    count = min(len(before), len(chunk[0]))
+                    before[:count] = chunk[0].data[:count]
+                before = chunk[0].data
+                yield chunk
+
+        return into_one_buffer
+
+    wrap(ChunkedTokenShards, "gather_chunks", make)
+
+
+def tensor_chunks_summed_in_bfloat16() -> None:
+    put(
+        ChunkedTokenShards,
+        "_reduce_one",
+        lambda self, sizes, x_cD: reduce_scatter_rows(x_cD, sizes, self.beside_tp, torch.bfloat16),
+    )
+
+
+def gradients_of_gathered_chunks_not_summed() -> None:
+    """Every rank keeps its own part of the gradient of its tokens."""
+    put(
+        ChunkedTokenShards,
+        "_gather_one",
+        lambda self, sizes, x_cX: all_gather_replicated(x_cX, sizes, self.beside_tp),
+    )
+
+
 # With the case that each is tried on, and how it happens in real code.
 FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
     (shared_output_lost, "shared beside", "an order leaves an operation's output behind"),
@@ -157,5 +215,10 @@ FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
     (output_of_the_chunk_before, "even chunks", "a chunk is waited for by the number of another"),
     (rows_of_a_chunk_overwritten_by_the_next, "chunks", "chunks take turns in one buffer that backward still needs"),
     (gradient_of_the_last_chunk_lost, "chunks beside", "the backward of the last exchange is never issued"),
+    (tensor_chunks_in_the_order_of_arrival, "tensor in chunks", "gathered chunks are taken for tokens in their order"),
+    (tensor_chunks_summed_in_reverse, "tensor in chunks of one size", "the last chunk is sent first"),
+    (gathered_chunk_overwritten_by_the_next, "tensor in chunks", "chunks take turns in one buffer"),
+    (tensor_chunks_summed_in_bfloat16, "tensor in chunks", "a sum of a chunk forgets its format"),
+    (gradients_of_gathered_chunks_not_summed, "tensor in chunks", "a chunk's all_gather whose backward only slices"),
     (gradient_of_the_first_chunk_added_twice, "chunks beside", "a chunk's gradient is in two sums over chunks"),
 )
