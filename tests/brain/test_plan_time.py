@@ -237,6 +237,7 @@ def test_what_tensor_parallelism_hides_is_there_in_two_streams(exchange: float, 
 
 def test_tensor_parallelism_in_chunks_makes_a_step_shorter() -> None:
     plain = _job("deepseek_v2_lite", "H100", 16, "bfloat16", (4096, 1, 64), {}, tp=2, ep=8)
+    plain = replace(plain, framework=Framework("moefold"))
     beside = (changed(plain, parallel={"overlap": ("tensor_parallel",), "tp_chunks": chunks}) for chunks in (2, 4))
     steps = [predict_time(workload).step_seconds for workload in (plain, *beside)]
     assert steps[0] > steps[1] > steps[2]

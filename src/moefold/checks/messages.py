@@ -35,7 +35,7 @@ def rounded_parts_are_of_float32(run: RunConfig) -> Problem | None:
 
 def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
     """With parallel.overlap tensor_parallel: tokens are exchanged, in chunks that can be summed one by one, and nothing
-    is computed again, for a chunk that was sent is not sent twice."""
+    is recomputed, for a chunk that was sent is not sent twice."""
     parallel, attention, retained = run.parallel, run.model.attention, run.memory.retained()
     if "tensor_parallel" not in parallel.overlap:
         default = ParallelConfig().tp_chunks
