@@ -5,6 +5,7 @@ What grows with the number of sequences is what a token costs; weights and masks
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,9 @@ from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
+from moefold.nn.batch import Batch
 from moefold.nn.matmul_policy import ParameterMatmul
-from moefold.nn.parallel_interfaces import LocalTokens
+from moefold.nn.parallel_interfaces import LocalTokens, TokenSharding
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.workload import workload_of_run
@@ -31,9 +33,10 @@ PROXIES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite", "deepseek_v3", "
 CHOICES: tuple[tuple[RecomputedPhase, ...], ...] = ((), ("attention",), ("attention", "feed_forward", "experts"))
 
 
-def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
+def kept_bytes(run: RunConfig, layer: int, num_sequences: int, tokens: TokenSharding | None = None) -> int:
     """Of every storage that autograd keeps through one layer, each once; parameters left out."""
     interfaces = replace(local_interfaces("grouped"), recompute=frozenset(run.memory.recompute))
+    interfaces = interfaces if tokens is None else replace(interfaces, tokens=tokens)
     decoder = build_decoder(run.model, torch.bfloat16, interfaces)
     fill(decoder)
     block = list(decoder.layers.values())[layer]
@@ -57,6 +60,35 @@ def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
 def per_token(run: RunConfig, layer: int) -> float:
     few, many = (kept_bytes(run, layer, number) for number in (2, 6))
     return (many - few) / (4 * LENGTH)
+
+
+class InChunks(LocalTokens):
+    """Those of tensor parallelism in chunks, without another rank: token t is in chunk t % 3."""
+
+    def gather_chunks(self, batch: Batch, *x_tX: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        yield from zip(*(self.split_chunks(x) for x in x_tX), strict=True)
+
+    def reduce_chunks(self, partial_SD: Iterable[torch.Tensor], batch: Batch) -> torch.Tensor:
+        return self.join_chunks(list(partial_SD))
+
+    def split_chunks(self, x_SX: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x_SX[chunk::3].contiguous() for chunk in range(3))
+
+    def join_chunks(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(chunks), 1).flatten(0, 1)
+
+
+# Not V2 Lite, whose queries and latents are both projected from the layer's input: ranks hold it twice in any case.
+@pytest.mark.parametrize("name", [name for name in PROXIES if name != "deepseek_v2_lite"])
+def test_chunks_of_tensor_parallelism_keep_another_copy_of_the_context(name: str) -> None:
+    """Not where it is cut from a padded output. What chunks of other inputs hold, the inputs themselves do not."""
+    run = proxy(name)
+    few, more = (kept_bytes(run, 0, 3, tokens) for tokens in (None, InChunks()))
+    workload = workload_of_run(run, cluster_of("H100", 1))
+    setting = setting_of(workload)
+    on = replace(setting, on=setting.on | {"tensor chunks"})
+    plain, chunked = (kept_by(workload.model.layers[0], run.model.dim, each).total for each in (setting, on))
+    assert (more - few) / (3 * LENGTH) == chunked - plain
 
 
 def said(run: RunConfig, layer: int) -> float:
