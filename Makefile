@@ -59,6 +59,7 @@ nightly:
 	$(PYTHON) -m tests.soak --minutes 90 --between 60 --seed $(SEED)
 	$(PYTHON) -m tests.security.exploit_table
 	$(PYTHON) -m tests.fuzz --cases 10000 --seed $(SEED)
+	$(PYTHON) -m tests.search_restrictions --count 500 --brute 50 --seed $(SEED)
 	$(PYTHON) -m tests.save_faults --count 60 --seed $(SEED)
 	$(PYTHON) -m tests.host_faults --count 20 --seed $(SEED)
 	$(PYTHON) -m tests.peer_copies --count 10 --seed $(SEED)

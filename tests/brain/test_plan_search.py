@@ -18,10 +18,17 @@ from moefold.hardware.cluster import Cluster, cluster_of
 from moefold.plan.launch_command import beyond_moefold, changes_to_run
 from moefold.plan.memory.peak import bytes_up_to, predict_memory
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
-from moefold.plan.search import search as searching
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal, workload_of_choice
+from moefold.plan.search import cheapest_savings
+from moefold.plan.search.candidates import (
+    LayoutChoice,
+    choice_of_workload,
+    described,
+    limits_of,
+    why_illegal,
+    workload_of_choice,
+)
 from moefold.plan.search.enumeration import layouts, neighbours, worthwhile_stages
-from moefold.plan.search.search import NothingFitsError, described, pareto, search
+from moefold.plan.search.search import NothingFitsError, pareto, search
 from moefold.plan.search.space import Space, narrowed, usual_space
 from moefold.plan.workload import Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
@@ -52,7 +59,7 @@ def test_a_candidate_is_legal_exactly_when_its_run_has_no_problem(name: str) -> 
     space = replace(space, tp=(*space.tp, 3), ep=(*space.ep, 3), etp=(*space.etp, 3), sequences=(*space.sequences, 3))
     sensible = ("stages for", "only experts", "no dispatch", "domain", "virtual stages", "tokens do not", "no order")
     legal = illegal = 0
-    grids = list(layouts(limits, usual_space(workload)))
+    grids = [choice for grid in layouts(limits, usual_space(workload)) for choice in grid]
     while legal < 100 or illegal < 100:
         choice = drawn(grids, space, draw)
         why = why_illegal(choice, limits, space)
@@ -84,7 +91,7 @@ def test_pinned_choices_are_kept() -> None:
     space = narrowed(usual_space(workload), "tp=1, ep=32,64,recompute=none,mla_up+norms,ep_overlap=false")
     assert (space.tp, space.ep, space.ep_overlap) == ((1,), (32, 64), (False,))
     assert space.recompute == (frozenset(), frozenset({"mla_up", "norms"}))
-    found = list(layouts(limits_of(workload), space))
+    found = [choice for grid in layouts(limits_of(workload), space) for choice in grid]
     assert found and {choice.ep for choice in found} == {32, 64} and {choice.tp for choice in found} == {1}
     neighbouring = list(neighbours(found[0], limits_of(workload), space))
     assert neighbouring and {choice.tp for choice in neighbouring} == {1}
@@ -137,10 +144,10 @@ def pretend_time(workload: Workload) -> TimePrediction:
 
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "predict_memory", pretend_memory)
-    monkeypatch.setattr(searching, "bytes_up_to", lambda workload, limit: pretend_memory(workload).total)
-    monkeypatch.setattr(searching, "usable_bytes", lambda workload: workload.cluster.gpu.memory_bytes / 4)
-    monkeypatch.setattr(searching, "predict_time", pretend_time)
+    monkeypatch.setattr(cheapest_savings, "predict_memory", pretend_memory)
+    monkeypatch.setattr(cheapest_savings, "bytes_up_to", lambda workload, limit: pretend_memory(workload).total)
+    monkeypatch.setattr(cheapest_savings, "usable_bytes", lambda workload: workload.cluster.gpu.memory_bytes / 4)
+    monkeypatch.setattr(cheapest_savings, "predict_time", pretend_time)
 
 
 def everything(workload: Workload, space: Space) -> list[tuple[float, float, LayoutChoice]]:
@@ -217,7 +224,7 @@ def test_bytes_up_to_a_limit_are_the_whole_prediction_or_more_than_the_limit(
 ) -> None:
     _, workload = job_for(name, world, framework=framework)
     limits, space = limits_of(workload), usual_space(workload)
-    grids = list(layouts(limits, space))
+    grids = [choice for grid in layouts(limits, space) for choice in grid]
     bounded = 0
     for choice in random.Random(1).sample(grids, min(60, len(grids))):
         made = workload_of_choice(choice, workload, limits, space)
@@ -255,7 +262,7 @@ def test_partial_predictions_change_no_answer(
         return found.ranked, found.pareto, found.own, found.num_layouts, found.num_memory, found.num_time
 
     quick = answer()
-    monkeypatch.setattr(searching, "bytes_up_to", lambda workload, limit: predict_memory(workload).total)
+    monkeypatch.setattr(cheapest_savings, "bytes_up_to", lambda workload, limit: predict_memory(workload).total)
     assert quick == answer()
     assert isinstance(quick, str) == (world == 32)
 

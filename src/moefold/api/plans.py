@@ -155,8 +155,8 @@ def plan(
     precision recipe too. `domain` is the number of GPUs that fast links join and `nic_gb_s` each GPU's network
     bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a host of its own behind such a
     link. `imbalance` is the number of rows of the busiest expert rank over the mean, `headroom` the fraction of memory
-    to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into whatever the GPU has, `tokens` how
-    many the whole training run has.
+    to leave free (unless given 0.05, and a tenth where that costs under 3 % of the step), `fit` the bytes to fit into
+    whatever the GPU has, `tokens` how many the whole training run has.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")

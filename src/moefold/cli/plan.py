@@ -90,9 +90,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="rows of the most loaded rank over the mean (1)"
     )
-    parser.add_argument(
-        "--headroom", type=float, metavar="X", help="fraction of memory to leave free (0.05 with moefold, else 0)"
-    )
+    parser.add_argument("--headroom", type=float, metavar="X", help="fraction of memory to leave free (0.05)")
     parser.add_argument(
         "--fit", metavar="SIZE", help="fit into SIZE, such as 80GiB, whatever the GPU has (headroom: 0 unless given)"
     )

@@ -14,7 +14,7 @@ from math import isfinite
 
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import GPUS, Cluster, cluster_of
-from moefold.plan.search.proposal import OWN_HEADROOM, Question
+from moefold.plan.search.proposal import Question, headroom_of
 from moefold.plan.search.space import pinned
 from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES, recipe
@@ -83,17 +83,11 @@ def values_of(question: Question) -> dict[str, str]:
         "global_batch": str(data.global_batch),
         "seq": str(data.seq_len),
         "imbalance": f"{question.imbalance:g}",
-        "headroom": f"{_headroom(question):g}",
+        "headroom": f"{headroom_of(question):g}",
         "mtbf_hours": f"{question.mtbf_hours:g}",
     }
     fixed = {name: ",".join(words) for name, words in pinned(question.fixed)}
     return values | {name: fixed.get(name, ANY) for name in _PINS}
-
-
-def _headroom(question: Question) -> float:
-    """As the search takes it."""
-    usual = OWN_HEADROOM if question.framework == "moefold" else 0.0
-    return usual if question.headroom is None else question.headroom
 
 
 def question_of_form(values: Mapping[str, str], first: Question) -> Question:
@@ -108,7 +102,7 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
     pins = _pins(values, first, problems)
     if problems:
         raise ConfigError(*problems)
-    shown = _headroom(first)
+    shown = headroom_of(first)
     name = values.get("run", first.name)
     run = first.run if name == first.name else recipe(name)
     batch = int(numbers.get("global_batch", run.data.global_batch))

@@ -12,10 +12,11 @@ from moefold.html.chart_scale import Scale, short
 from moefold.html.document import figure
 from moefold.plan.memory.peak import memory_at
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, Prediction, TimeLine
+from moefold.plan.search.candidates import described
+from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.explain import seconds
 from moefold.plan.search.goodput import effective_share
 from moefold.plan.search.proposal import Proposal
-from moefold.plan.search.search import Candidate, described
 from moefold.plan.timing.step_timeline import StepTimeline
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.timeline_picture import cells_of, shown

@@ -11,11 +11,10 @@ from moefold.html.document import card, document
 from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
-from moefold.plan.report.proposal_report import cost_words, proposal_data
-from moefold.plan.search.candidates import choice_of_workload
+from moefold.plan.report.proposal_report import alike_note, alike_of, cost_words, proposal_data
+from moefold.plan.search.candidates import choice_of_workload, described
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
-from moefold.plan.search.search import described
 from moefold.plan.search.what_if import Answer
 from moefold.plan.timing.step_timeline import step_timeline
 from moefold.units import format_bytes, format_count, format_seconds
@@ -118,12 +117,14 @@ def _others(proposal: Proposal) -> str:
     front = result.pareto
     if len(front) > _MOST_PARETO:
         front = tuple(front[round(i * (len(front) - 1) / (_MOST_PARETO - 1))] for i in range(_MOST_PARETO))
+    alike = alike_of(proposal)
     rows = [
         f"<tr><td>{seconds(each.seconds)}</td><td>{each.seconds / result.best.seconds - 1:+.1%}</td>"
-        f'<td>{format_bytes(each.bytes)}</td><td class="text">{escape(described(each.choice))}</td></tr>'
+        f"<td>{format_bytes(each.bytes)}</td><td class=text>{escape(alike_note(proposal, each, alike))}</td>"
+        f'<td class="text">{escape(described(each.choice))}</td></tr>'
         for each in front
     ]
-    table = _table(("step", "slower by", "memory", "layout "), rows)
+    table = _table(("step", "slower by", "memory", "note ", "layout "), rows)
     searched = (
         f"Searched {result.num_layouts:,} grids with {result.num_memory:,} predictions of memory and "
         f"{result.num_time:,} of time in {result.wall_seconds:.1f} s."
@@ -137,7 +138,7 @@ def _others(proposal: Proposal) -> str:
 
 
 def _compared(proposal: Proposal) -> str:
-    named = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up)]
+    named = [("chosen", proposal.chosen), ("fastest", proposal.fastest), ("runner-up", proposal.runner_up)]
     if proposal.own is not None and proposal.own.workload != proposal.chosen.workload:
         named.append(("your own", proposal.own))
     found = [(name, each) for name, each in named if each is not None]

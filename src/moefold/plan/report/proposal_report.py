@@ -19,10 +19,10 @@ from moefold.checks.kernels import kernels_in_use
 from moefold.plan.launch_command import folded
 from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import choice_of_workload
-from moefold.plan.search.explain import seconds
+from moefold.plan.search.candidates import choice_of_workload, described
+from moefold.plan.search.cheapest_savings import Candidate
+from moefold.plan.search.explain import seconds, sweep_spread
 from moefold.plan.search.proposal import Proposal
-from moefold.plan.search.search import Candidate, described
 from moefold.plan.search.what_if import Answer
 from moefold.plan.workload import Workload
 from moefold.units import format_bytes, format_count, format_seconds
@@ -82,6 +82,7 @@ def _table(*columns: str, **options: Any) -> Table:
 def _choice_table(proposal: Proposal) -> Table:
     table = _table("", "step", "tokens/s/GPU", "memory", "of GPU", "wall", "layout")
     rows = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up), ("your own", proposal.own)]
+    rows[1:1] = [("fastest", proposal.fastest), ("no headroom", proposal.tighter)]
     for name, found in rows:
         if found is None or (name == "your own" and found.workload == proposal.chosen.workload):
             continue
@@ -128,12 +129,28 @@ def _bars(chosen: Prediction) -> Table:
 def _pareto(proposal: Proposal) -> Table:
     result = proposal.result
     assert result is not None
-    table = _table("step", "slower", "memory", "layout", title="nobody is both faster and leaner", title_justify="left")
+    table = _table(
+        *("step", "slower", "memory", "note", "layout"), title="nobody is both faster and leaner", title_justify="left"
+    )
+    alike = alike_of(proposal)
     shown = result.pareto if len(result.pareto) <= _MOST_PARETO else _spread(result.pareto, _MOST_PARETO)
     for each in shown:
         slower = each.seconds / result.best.seconds - 1
-        table.add_row(seconds(each.seconds), f"{slower:.1%}", format_bytes(each.bytes), described(each.choice))
+        note = alike_note(proposal, each, alike)
+        table.add_row(seconds(each.seconds), f"{slower:.1%}", format_bytes(each.bytes), note, described(each.choice))
     return table
+
+
+def alike_of(proposal: Proposal) -> tuple[Candidate, ...]:
+    """Layouts that cannot be told from the fastest."""
+    result = proposal.result
+    return result.alike(sweep_spread(proposal.chosen.workload)) if result else ()
+
+
+def alike_note(proposal: Proposal, each: Candidate, alike: tuple[Candidate, ...]) -> str:
+    if each.workload == proposal.chosen.workload:
+        return "chosen"
+    return "within the error" if each in alike else ""
 
 
 def _spread(items: tuple[Any, ...], count: int) -> list[Any]:
@@ -202,11 +219,16 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "runner_up": prediction_data(proposal.runner_up) if proposal.runner_up else None,
         "own": prediction_data(proposal.own) if proposal.own else None,
         "own_problem": proposal.own_problem,
+        "fastest": prediction_data(proposal.fastest) if proposal.fastest else None,
+        "without_headroom": prediction_data(proposal.tighter) if proposal.tighter else None,
+        "headroom": result.headroom if result else None,
+        "batch_advice": asdict(proposal.batch) | {"gain": proposal.batch.gain} if proposal.batch else None,
         "why": list(proposal.reasons),
         "what_if": [_answer_data(answer, proposal.chosen) for answer in proposal.answers],
         "switched_on": [asdict(each) | {"entries": sorted(each.entries)} for each in proposal.switched_on],
         "would_free": [asdict(each) for each in proposal.freed],
         "pareto": [_candidate_data(each) for each in result.pareto] if result else [],
+        "alike": [_candidate_data(each) for each in alike_of(proposal)],
         "searched": {
             "layouts": result.num_layouts,
             "memory_predictions": result.num_memory,

@@ -21,7 +21,7 @@ from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_s
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.timing.throughput import SATURATING_SMS
 from moefold.plan.traffic import reach_along
-from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload, in_format
+from moefold.plan.workload import Dispatcher, Framework, FrameworkName, PlannedFormat, Workload, in_format
 from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS, fold, ranks_inside
 
@@ -70,6 +70,7 @@ class Limits:
     over_tp: tuple[tuple[int, str], ...]
     experts: int
     expert_hidden_dims: tuple[int, ...]
+    framework: FrameworkName
     # moefold's own rules, on top of those of every framework.
     ours: bool
     # Attention has latents, from which queries, keys and values can be made again.
@@ -103,6 +104,7 @@ def limits_of(workload: Workload) -> Limits:
         over_tp=tuple(sorted(sizes)),
         experts=min((feed.experts for feed in moe_parts), default=1),
         expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
+        framework=workload.framework.name,
         ours=ours,
         latent=any(mixer.is_latent for mixer in mixers),
         linear=bool(linear),
@@ -164,13 +166,34 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
             return "weight gradients are deferred to fill what overlapped dispatch leaves"
         if choice.sharding == "fsdp" and choice.pp > 1 and not limits.shards:
             return "fsdp with a pipeline gathers weights for every microbatch"
-        if choice.vpp > 1 and microbatches_of(choice, limits) % choice.pp:
-            return "interleaved stages take microbatches in rounds of pp"
+        if choice.vpp > 1 and (reason := _why_no_rounds(choice, limits)):
+            return reason
     if choice.ep_overlap and choice.ep * choice.etp == 1:
         return "there is no dispatch to overlap"
     if choice.clones and (reason := _why_no_clones(choice, limits)):
         return reason
     return None if order_of_choice(choice, limits, space) else "no order of microbatches does this"
+
+
+def _why_no_rounds(choice: LayoutChoice, limits: Limits) -> str | None:
+    microbatches = microbatches_of(choice, limits)
+    if limits.framework == "megatron":
+        grouped = microbatch_group(choice.pp, microbatches) is not None
+        return None if grouped else "interleaved stages take microbatches in groups of pp or more, the last group too"
+    return "interleaved stages take microbatches in rounds of pp" if microbatches % choice.pp else None
+
+
+def microbatch_group(pp: int, microbatches: int) -> int | None:
+    """Megatron's microbatch_group_size_per_vp_stage for the most rounds there can be; None if it refuses that.
+
+    Rounds are groups of at least pp, here as even as can be, which is how memory in flight is predicted. Megatron makes
+    all of them but the last the same, and refuses a last one of fewer than pp.
+    """
+    if microbatches < pp:
+        return None
+    group = -(-microbatches // (microbatches // pp))
+    rest = microbatches % group
+    return group if rest == 0 or rest >= pp else None
 
 
 def _why_no_clones(choice: LayoutChoice, limits: Limits) -> str | None:
@@ -344,3 +367,18 @@ def choice_of_workload(workload: Workload) -> LayoutChoice:
         parallel.rank_order.dense,
         parallel.rank_order.expert,
     )
+
+
+def described(choice: LayoutChoice) -> str:
+    """A candidate in a few words: what it cuts, and the options that are on."""
+    axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
+    sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
+    options = [f"mbs{choice.sequences}", choice.format, choice.dispatcher * (choice.dispatcher != "local")]
+    options += [order for order in choice[-2:] if order not in (DENSE_ORDERS[0], EXPERT_ORDERS[0])]
+    options += [f"{choice.clones} clones a rank" if choice.clones else ""]
+    options += ["overlap" * choice.ep_overlap, "delayed wgrad" * choice.delay_wgrad]
+    options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
+    options += [f"x{choice.replicate} copies" if choice.replicate > 1 else ""]
+    options += [f"recompute {'+'.join(sorted(choice.recompute))}" if choice.recompute else ""]
+    options += sorted(entry.removeprefix("memory.").removeprefix("precision.") for entry in choice.savings)
+    return " ".join(filter(None, [*sizes, *options]))

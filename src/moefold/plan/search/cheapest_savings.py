@@ -1,5 +1,8 @@
 """The cheapest savings with which a workload fits: those with the fewest seconds per byte first, and none too many.
 
+`Predictions` asks for them on behalf of a search, for one candidate after the other, and keeps every answer. Savings
+take time, so a candidate without any is predicted first: if that is not fast enough, its memory is not asked for.
+
 Savings do not add up (two may free the same tensor, another rank may become the fullest), so a set is judged by whole
 predictions. Each saving's price is found alone, in seconds per byte it frees. They are switched on in the order of
 those prices, all exact ones before those that change numbers, until the workload fits; then those that turned out to
@@ -8,15 +11,36 @@ be unnecessary are switched off again, the dearest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 
-from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saving_steps import Savings, SavingStep, conflicts, is_on_host, offered, saving, savings_of
+from moefold.config.parallel import Sharding
+from moefold.plan.memory.peak import bytes_up_to, predict_memory, usable_bytes
+from moefold.plan.memory.saving_steps import (
+    STEPS,
+    Savings,
+    SavingStep,
+    conflicts,
+    is_on_host,
+    is_retained,
+    offered,
+    saving,
+    savings_of,
+    why_no_savings,
+)
+from moefold.plan.search.candidates import LayoutChoice, Limits, described, why_illegal, workload_of_choice
+from moefold.plan.search.enumeration import first_choice
+from moefold.plan.search.space import Recompute, Space
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
+from moefold.units import format_bytes
 
+_ATTENTION: Recompute = frozenset({"attention"})
+# What a saving may take off the step (less travels) instead of adding to it, so that bounds stay bounds.
+_QUICKER = 1.02
 # Bytes of a workload with these savings, and its seconds.
 Bytes = Callable[[Savings], float]
 
@@ -29,6 +53,16 @@ class SwitchedOn:
     entries: Savings
     bytes: float
     seconds: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with what was predicted for it."""
+
+    choice: LayoutChoice
+    workload: Workload
+    seconds: float
+    bytes: float
 
 
 def by_price(steps: Sequence[SavingStep], start: Savings, size: Bytes, seconds: Bytes) -> tuple[SavingStep, ...]:
@@ -120,3 +154,208 @@ def _size(workload: Workload, some: Savings) -> float:
 
 def _time(workload: Workload, some: Savings) -> float:
     return predict_time(saving(workload, some)).step_seconds
+
+
+# ---- of one candidate after the other ----
+
+
+class Predictions:
+    """Those made so far, and the fastest candidate that fits."""
+
+    def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
+        self.template, self.limits, self.space = template, limits, space
+        # Bytes where a candidate fits, else a lower bound that exceeds the capacity.
+        self.held: dict[LayoutChoice, float] = {}
+        self.timed: dict[LayoutChoice, Candidate] = {}
+        self.headroom = headroom
+        self.capacity = usable_bytes(template) * (1 - headroom)
+        # Seconds of the fastest candidate that fits.
+        self.best = inf
+        self._seconds: dict[LayoutChoice, float] = {}
+        self._last: tuple[LayoutChoice, Workload] | None = None
+        self.milestones = _milestones(space.recompute)
+        self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
+        # How many savings the last layout needed: the next one needs about as many.
+        self._likely: dict[tuple[Sharding, int], int] = {}
+        self._lightest: dict[LayoutChoice, Candidate | None] = {}
+
+    def workload(self, choice: LayoutChoice) -> Workload:
+        if self._last is None or self._last[0] != choice:
+            self._last = choice, workload_of_choice(choice, self.template, self.limits, self.space)
+        return self._last[1]
+
+    def seconds(self, choice: LayoutChoice) -> float:
+        """Of candidates that do not fit too; infinite with slots in which no clone is worth its exchange."""
+        if choice not in self._seconds:
+            workload = self.workload(choice)
+            useless = choice.clones and not workload.clones.clones
+            self._seconds[choice] = inf if useless else predict_time(workload).step_seconds
+        return self._seconds[choice]
+
+    def without_savings(self, choice: LayoutChoice) -> LayoutChoice:
+        return choice._replace(savings=self.space.savings[0], recompute=self.space.recompute[0])
+
+    def bound(self, choice: LayoutChoice) -> float:
+        """Seconds that no savings make less."""
+        return self.seconds(self.without_savings(choice)) / _QUICKER
+
+    def size(self, choice: LayoutChoice) -> float:
+        """Of candidates that do not fit too."""
+        self.held[choice] = predict_memory(self.workload(choice)).total
+        return self.held[choice]
+
+    def fits(self, choice: LayoutChoice) -> bool:
+        if choice not in self.held:
+            self.held[choice] = bytes_up_to(self.workload(choice), self.capacity)
+        return self.held[choice] <= self.capacity
+
+    def time(self, choice: LayoutChoice, within: float = inf) -> Candidate | None:
+        """None if it takes longer than ``within``, or does not fit."""
+        if choice not in self.timed:
+            seconds = self.seconds(choice)
+            if seconds > within or seconds == inf or not self.fits(choice):
+                return None
+            self.timed[choice] = Candidate(choice, self.workload(choice), seconds, self.held[choice])
+            self.best = min(self.best, seconds)
+        return self.timed[choice]
+
+    def lightest(self, choice: LayoutChoice, within: float = inf) -> Candidate | None:
+        """With the cheapest savings among those that fit; those that change numbers only where nothing else does.
+
+        None if none fits, or none could be faster than ``within``.
+        """
+        bare = self.without_savings(choice)
+        if bare not in self._lightest:
+            if self.bound(bare) > within:
+                return None
+            self._lightest[bare] = self._find_lightest(bare)
+        return self._lightest[bare]
+
+    def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
+        if self.fits(bare):
+            return self.time(bare)
+        steps = self.steps_by_price(bare)
+        exact = tuple(step for step in steps if step.exact)
+        if any(is_retained(step.entries) for step in steps):
+            # Single steps cost less than whole phases, and save less; queries, keys and values have one only in MLA.
+            phases = [self.space.recompute[0]]
+            if not self.limits.latent and _ATTENTION in self.space.recompute:
+                phases += [self.milestones[-1], _ATTENTION]
+            starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
+            return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
+        found = self._with_phases(bare)
+        return found or self._with_savings(bare._replace(recompute=self.milestones[-1]), steps)
+
+    def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
+        found = (self._with_savings(start, steps) for start in starts)
+        return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+
+    def _with_phases(self, choice: LayoutChoice) -> Candidate | None:
+        """The recompute set that is cheapest among those that fit."""
+        sets = (choice._replace(recompute=recompute) for recompute in self.milestones)
+        legal = [made for made in sets if why_illegal(made, self.limits, self.space) is None]
+        if not legal or not self.fits(legal[-1]):
+            return self._with_other_phases(choice)
+        return self.time(next(made for made in legal if self.fits(made)))
+
+    def _with_other_phases(self, choice: LayoutChoice) -> Candidate | None:
+        """Where the most that is recomputed does not suffice: of sets that are no part of it the first that fits."""
+        most = self.milestones[-1]
+        others = [each for each in self.space.recompute if not (each <= most or "full" in most)]
+        for recompute in others:
+            made = choice._replace(recompute=recompute)
+            if why_illegal(made, self.limits, self.space) is None and self.fits(made):
+                return self.time(made)
+        return None
+
+    def _with_savings(self, choice: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
+        legal = self._legal(choice, steps)
+        sets, where = ladder(legal, choice.savings), (choice.sharding, len(legal))
+        number = first_that_fits(
+            sets, lambda some: self.fits(choice._replace(savings=some)), self._likely.get(where, len(sets) // 2)
+        )
+        if number is None:
+            return None
+        self._likely[where] = number
+        return self.time(choice._replace(savings=sets[number]))
+
+    def steps_by_price(self, choice: LayoutChoice) -> tuple[SavingStep, ...]:
+        """Found once per sharding, on the first layout that needs them: prices differ little between layouts."""
+        if choice.sharding not in self._steps:
+
+            def size(some: Savings) -> float:
+                return self.size(plain._replace(savings=some))
+
+            def seconds(some: Savings) -> float:
+                return predict_time(self.workload(plain._replace(savings=some))).step_seconds
+
+            plain = choice._replace(recompute=self.space.recompute[0])
+            known = (step for step in STEPS if step.entries in self.space.savings[1:])
+            legal = self._legal(plain, known)
+            self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
+        return self._steps[choice.sharding]
+
+    @staticmethod
+    def _legal(choice: LayoutChoice, steps: Iterable[SavingStep]) -> tuple[SavingStep, ...]:
+        """Those that a legal candidate may add."""
+        savings, beside = choice.savings, (choice.sharding, choice.recompute, choice.cp)
+        return tuple(step for step in steps if why_no_savings(savings | step.entries, *beside) is None)
+
+    def trim(self, found: Candidate) -> Candidate | None:
+        """Without savings that turn out to be unnecessary."""
+        choice, start = found.choice, self.space.savings[0]
+        kept = trimmed(
+            choice.savings,
+            start,
+            self.steps_by_price(choice),
+            lambda some: self.fits(choice._replace(savings=some)),
+        )
+        return self.time(choice._replace(savings=kept))
+
+    def rank(self, each: Candidate) -> tuple[float, float, int]:
+        """Fastest first; among equals the leanest, then the one of most usual values."""
+        places = (
+            getattr(self.space, name).index(value)
+            for name, value in zip(LayoutChoice._fields, each.choice)
+            if name != "savings" and value in getattr(self.space, name)
+        )
+        return each.seconds, each.bytes, sum(places) + len(each.choice.savings)
+
+    def _leanest(self) -> LayoutChoice:
+        """The first of those with fewest bytes: no candidate is leaner than its bound, so few are predicted whole."""
+        order = {choice: number for number, choice in enumerate(self.held)}
+        found: list[tuple[float, int, LayoutChoice]] = []
+        for bound, number, choice in sorted((self.held[choice], order[choice], choice) for choice in order):
+            if found and min(found)[0] < bound:
+                break
+            found.append((self.size(choice), number, choice))
+        return min(found)[2]
+
+    def why_nothing(self) -> str:
+        if self.held:
+            least = self._leanest()
+            return (
+                f"nothing fits: of {len(self.held):,} candidates the leanest needs "
+                f"{format_bytes(self.held[least])} of {format_bytes(self.capacity)} "
+                f"({described(least)})"
+            )
+        start = first_choice(self.space)
+        reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
+        listed = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(4) if reason)
+        return f"no legal layout: {listed}"
+
+
+def _grids(start: LayoutChoice, space: Space) -> Iterator[LayoutChoice]:
+    for pp in space.pp:
+        for tp in space.tp:
+            for ep in space.ep:
+                yield start._replace(pp=pp, tp=tp, ep=ep)
+
+
+def _milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:
+    """A few sets from nothing to everything, each holding the one before where there is such a one."""
+    kept = [sets[0]]
+    for each in sets[1:]:
+        if each > kept[-1]:
+            kept.append(each)
+    return tuple(dict.fromkeys((*kept, sets[-1])))

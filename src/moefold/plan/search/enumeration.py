@@ -8,7 +8,7 @@ one choice, or in one and what must follow it. All of them are legal (`plan/sear
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import product
 
 from moefold.config.parallel import Sharding
 from moefold.plan.search.candidates import LayoutChoice, Limits, dense_sizes, expert_sizes, why_illegal
@@ -19,15 +19,16 @@ from moefold.plan.workload import Dispatcher
 _LONG = 8192
 
 
-def layouts(limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """Coarse candidates: every grid worth trying, with the first value of every option that the grid allows."""
+def layouts(limits: Limits, space: Space) -> Iterator[tuple[LayoutChoice, ...]]:
+    """Coarse candidates: of every grid worth trying its usual options (`presets`), with first values of all others."""
     for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
             continue
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
             for etp in _worthwhile_widths(ep, limits, space):
                 grid = first_choice(space)._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-                yield from islice(presets(grid, limits, space), 1)
+                if made := tuple(presets(grid, limits, space)):
+                    yield made
 
 
 def first_choice(space: Space) -> LayoutChoice:
@@ -64,11 +65,9 @@ def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layo
 
 
 def _usual_shardings(choice: LayoutChoice, limits: Limits, space: Space) -> tuple[Sharding, ...]:
-    """moefold: flat buffers in a pipeline, which gather once per step; the other kind is an option to be varied."""
-    if not limits.ours:
-        return space.sharding
-    flat: tuple[Sharding, ...] = ("flat",)
-    return flat if choice.pp > 1 and "flat" in space.sharding else space.sharding[:1]
+    """moefold: in a pipeline flat buffers first, which gather once per step."""
+    flat: tuple[Sharding, ...] = ("flat",) if limits.ours and choice.pp > 1 and "flat" in space.sharding else ()
+    return tuple(dict.fromkeys((*flat, *space.sharding)))
 
 
 def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[int, ...]:

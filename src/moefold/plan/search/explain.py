@@ -14,7 +14,7 @@ from moefold.plan.memory.saving_steps import is_trained, saving, savings_of
 from moefold.plan.prediction import Prediction, Wall
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
 from moefold.plan.search.cheapest_savings import SwitchedOn
-from moefold.plan.search.what_if import Answer
+from moefold.plan.search.what_if import Answer, BatchAdvice
 from moefold.plan.timing.layer_time import shards_by_layer
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.traffic import data_reach, dense_reach, expert_data_reach, expert_grid_reach, expert_reach
@@ -31,6 +31,9 @@ _OPTION_NAMES = {
     "dense_order": "order of dense ranks",
     "expert_order": "order of experts' ranks",
 }
+# Standard deviation of log(predicted / measured) within a sweep of layouts of one model, cluster and batch, the median
+# of the sweeps in docs/planner-error.md: from 0.04 to 0.29 for MoE models, from 0.03 to 0.16 for dense ones.
+SWEEP_SPREAD = {"moe": 0.18, "dense": 0.085}
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",
     "communication": "ranks wait for each other's data",
@@ -148,7 +151,10 @@ def versus(best: Prediction, other: Prediction, name: str) -> str:
         speed = f"takes the same time ({seconds(others)})"
     else:
         speed = f"is {abs(share):.1%} {'slower' if share > 0 else 'faster'} ({seconds(others)} against {seconds(own)})"
-    unsure = "" if abs(share) > _spread(best) else "; the difference is within the error of the prediction"
+    error = sweep_spread(best.workload)
+    unsure = (
+        "" if abs(share) > error else f"; errors within one sweep differ by {error:.0%}, so it may be the other way"
+    )
     time = _listed(time_differences(best, other), own, seconds)
     memory = _listed(memory_differences(best, other), best.memory.total, format_bytes)
     fit = "" if other.memory.fits else f" It does not fit: {format_bytes(other.memory.total)}."
@@ -218,10 +224,9 @@ def _listed(differences: list[Difference], whole: float, shown: Callable[[float]
     return ", ".join(f"{each.name} {'+' if each.more > 0 else '-'}{shown(abs(each.more))}" for each in worth)
 
 
-def _spread(prediction: Prediction) -> float:
-    """Half of the 80 % interval, as a share; two layouts of one model share much of that error, so take a quarter."""
-    time = prediction.time
-    return 0.25 * (time.high - time.low) / 2 / time.step_seconds
+def sweep_spread(workload: Workload) -> float:
+    """How far apart errors of predictions are within one measured sweep of layouts."""
+    return SWEEP_SPREAD["moe" if workload.model.is_moe else "dense"]
 
 
 def _shown(value: object) -> str:
@@ -294,3 +299,44 @@ def would_fit_words(chosen: Prediction, fitting: Workload | None) -> str:
     slower = predict_time(fitting).step_seconds / chosen.time.step_seconds - 1
     held = format_bytes(predict_memory(fitting).total)
     return f"It needs {needs}. It would fit with {entries}: {held}, and the step takes {slower:.1%} longer."
+
+
+def alike_words(chosen: Prediction, fastest: Prediction, alike: int) -> str:
+    """How many layouts cannot be told from the fastest, and why the chosen one is not it."""
+    error = sweep_spread(chosen.workload)
+    words = (
+        f"Predictions of layouts in one sweep err by {error:.0%} against each other. {alike} of the layouts that "
+        "nobody beats in both time and memory are that close to the fastest."
+    )
+    slower = chosen.time.step_seconds / fastest.time.step_seconds - 1
+    if slower <= 0:
+        return words
+    time, more = seconds(fastest.time.step_seconds), format_bytes(fastest.memory.total - chosen.memory.total)
+    return (
+        f"{words} The fastest would take {time} and {format_bytes(fastest.memory.total)}; the chosen one takes "
+        f"{slower:.1%} longer, less than predictions can tell, and leaves {more} more free."
+    )
+
+
+def headroom_words(chosen: Prediction, headroom: float, faster: Prediction | None) -> str:
+    """That memory is left free, and what would be gained without."""
+    words = f"{headroom:.0%} of the GPU's memory stays free, because memory is predicted within a few percent."
+    if faster is None:
+        return f"{words} Nothing faster was found that would fill it (--headroom 0)."
+    gain = 1 - faster.time.step_seconds / chosen.time.step_seconds
+    share = faster.memory.total / faster.memory.capacity
+    choices = changed_choices(choice_of_workload(chosen.workload), choice_of_workload(faster.workload))
+    return (
+        f"{words} Filled to {share:.0%} (--headroom 0) the step would take {seconds(faster.time.step_seconds)}, "
+        f"{gain:.1%} less, with {choices}."
+    )
+
+
+def batch_words(advice: BatchAdvice) -> str:
+    """Of a batch that divides badly: the nearest that is better, with the numbers of both."""
+    now, then = advice.asked_tokens_per_second_per_gpu, advice.tokens_per_second_per_gpu
+    return (
+        f"A batch of {advice.asked:,} divides badly: with the GPUs it shares a divisor of {advice.asked_divides:,}, "
+        f"and the best layout has {now:,.0f} tokens/s per GPU. {advice.batch:,} shares {advice.divides:,}: at least "
+        f"{then:,.0f} tokens/s per GPU, {advice.gain:+.0%}."
+    )

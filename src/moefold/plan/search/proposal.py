@@ -20,12 +20,16 @@ from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_w
 from moefold.plan.memory.saving_steps import savings, savings_of
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
+from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, microbatch_group
 from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
 from moefold.plan.search.explain import (
+    alike_words,
+    batch_words,
+    headroom_words,
     rank_order_words,
     savings_words,
     sharding_words,
+    sweep_spread,
     versus,
     wall_words,
     what_would_move,
@@ -40,9 +44,9 @@ from moefold.plan.search.goodput import (
     faults_of,
     goodput,
 )
-from moefold.plan.search.search import NothingFitsError, Progress, Result, anything_fits, search
+from moefold.plan.search.search import ALIKE, NothingFitsError, Progress, Result, anything_fits, search, tighter
 from moefold.plan.search.space import narrowed, usual_space
-from moefold.plan.search.what_if import Answer, answers
+from moefold.plan.search.what_if import Answer, BatchAdvice, answers, better_batch
 from moefold.plan.stage_contents import contents_of, written_stages
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload, changed, workload_of_run
@@ -51,8 +55,8 @@ from moefold.units import format_bytes
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
 STORAGE_GB_S = 0.25
 _TIGHT = 0.05
-# Share of the memory that proposals for our own framework leave free.
-OWN_HEADROOM = 0.05
+# Share of the memory that proposals leave free unless told otherwise.
+USUAL_HEADROOM = 0.05
 # Candidates that are checked as runs, the best first.
 _CHECKED = 100
 # Where nothing fits: so many times the GPUs are tried.
@@ -78,7 +82,7 @@ class Question:
     recipes: bool = False
     searching: bool = True
     imbalance: float = 1.0
-    # Share of the GPU's memory to leave free; None: `OWN_HEADROOM` for our own framework, else nothing.
+    # Share of the GPU's memory to leave free; None: `USUAL_HEADROOM`, and more where that costs next to nothing.
     headroom: float | None = None
     mtbf_hours: float = USUAL_MTBF_HOURS
     restart_seconds: float = USUAL_RESTART_SECONDS
@@ -106,6 +110,11 @@ class Proposal:
     own: Prediction | None
     own_problem: str
     runner_up: Prediction | None
+    # What is predicted to be faster without headroom, and the fastest with it, where a roomier one was chosen.
+    tighter: Prediction | None
+    fastest: Prediction | None
+    # A batch nearby that divides better.
+    batch: BatchAdvice | None
     result: Result | None
     answers: tuple[Answer, ...]
     freed: tuple[Freed, ...]
@@ -139,17 +148,22 @@ class Proposal:
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
     template = _template(question, own)
-    result = None
+    result, headroom = None, headroom_of(question)
+    space = narrowed(usual_space(template, question.recipes), question.fixed)
     if question.searching:
-        space = narrowed(usual_space(template, question.recipes), question.fixed)
         try:
-            searched = search(template, space, progress, own is not None, _headroom(question, template))
+            searched = search(template, space, progress, own is not None, headroom)
         except NothingFitsError as error:
             raise _with_enough_gpus(error, question, progress) from None
         result = _startable(searched, question)
     elif own is None:
         raise problem if problem is not None else AssertionError("a run without a layout has a problem")
-    chosen = predict(result.best.workload if result else template)
+    picked = None if result is None else result.preferred if question.headroom is None else result.best
+    chosen = predict(template if picked is None else picked.workload)
+    fastest = predict(result.best.workload) if result and picked is not result.best else None
+    more = tighter(template, space, result) if result and headroom else None
+    faster = predict(more.workload) if more and _starts_here(more.workload, question) else None
+    batch = better_batch(template, space, headroom, chosen) if result else None
     saved = switched_on(chosen.workload, savings_of(template.run)) if result and template.is_own else ()
     sharding = sharding_words(chosen)
     own_prediction = predict(own) if own else None
@@ -165,13 +179,17 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         own=own_prediction,
         own_problem=str(problem or ""),
         runner_up=runner_up,
+        tighter=faster,
+        fastest=fastest,
+        batch=batch,
         result=result,
         answers=asked,
         freed=tuple(_freed(chosen)),
         switched_on=saved,
         sharding=sharding,
         reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked))
-        + _memory_reasons(chosen, saved, sharding),
+        + _memory_reasons(chosen, saved, sharding)
+        + (_found_reasons(question, result, chosen, fastest or chosen, faster, batch) if result else ()),
         command=command_for(chosen.workload, question),
         beyond=tuple(beyond_moefold(chosen.workload)),
         faults=faults,
@@ -181,12 +199,11 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
 
 
 def _template(question: Question, own: Workload | None) -> Workload:
-    return own or _with_framework(_without_layout(question), question.framework)
+    return own or with_framework(_without_layout(question), question.framework)
 
 
-def _headroom(question: Question, template: Workload) -> float:
-    usual = OWN_HEADROOM if template.is_own else 0.0
-    return usual if question.headroom is None else question.headroom
+def headroom_of(question: Question) -> float:
+    return USUAL_HEADROOM if question.headroom is None else question.headroom
 
 
 def _with_enough_gpus(error: NothingFitsError, question: Question, progress: Progress | None) -> NothingFitsError:
@@ -198,7 +215,7 @@ def _with_enough_gpus(error: NothingFitsError, question: Question, progress: Pro
         larger = replace(question, cluster=replace(question.cluster, num_gpus=more))
         template = _template(larger, _own(larger)[0])
         space = narrowed(usual_space(template, question.recipes), question.fixed)
-        if anything_fits(template, space, _headroom(question, template), progress):
+        if anything_fits(template, space, headroom_of(question), progress):
             return NothingFitsError(f"{error}; {more:,} GPUs would be enough, or free a choice", lacks_memory=True)
     tried = _TIMES_AS_MANY[-1] * question.cluster.num_gpus
     return NothingFitsError(f"{error}; neither on up to {tried:,} GPUs: free a choice", lacks_memory=True)
@@ -206,13 +223,40 @@ def _with_enough_gpus(error: NothingFitsError, question: Question, progress: Pro
 
 def _startable(result: Result, question: Question) -> Result:
     """Without candidates that `moefold check` would refuse, as far as the best are looked at."""
-    if question.framework != "moefold":
+    found = next((n for n, each in enumerate(result.ranked[:_CHECKED]) if _starts_here(each.workload, question)), None)
+    if found is None:
         return result
-    world = question.cluster.num_gpus
-    for number, each in enumerate(result.ranked[:_CHECKED]):
-        if not beyond_moefold(each.workload) and not problems(each.workload.run, world):
-            return replace(result, ranked=result.ranked[number:])
-    return result
+    left = result.ranked[found:]
+    alike = sum(each.seconds <= (1 + ALIKE) * left[0].seconds for each in left[:_CHECKED])
+    started = tuple(each for each in left[:alike] if _starts_here(each.workload, question))
+    return replace(result, ranked=started + left[alike:])
+
+
+def _starts_here(workload: Workload, question: Question) -> bool:
+    if question.framework != "moefold":
+        return True
+    return not beyond_moefold(workload) and not problems(workload.run, question.cluster.num_gpus)
+
+
+def _found_reasons(
+    question: Question,
+    result: Result,
+    chosen: Prediction,
+    fastest: Prediction,
+    faster: Prediction | None,
+    batch: BatchAdvice | None,
+) -> tuple[str, ...]:
+    """What the search says about its own answer."""
+    words = [alike_words(chosen, fastest, len(result.alike(sweep_spread(chosen.workload))))]
+    words += [headroom_words(chosen, result.headroom, faster)] if result.headroom else []
+    words += [batch_words(batch)] if batch else []
+    parallel = chosen.workload.parallel
+    group = microbatch_group(parallel.pp, chosen.workload.microbatches) if question.framework == "megatron" else None
+    if parallel.vpp > 1 and group is not None and group != parallel.pp:
+        words.append(
+            f"Megatron takes its microbatches in groups of {group}: --microbatch-group-size-per-vp-stage {group}."
+        )
+    return tuple(words)
 
 
 def _memory_reasons(chosen: Prediction, saved: Sequence[SwitchedOn], sharding: str) -> tuple[str, ...]:
@@ -270,7 +314,7 @@ def _own(question: Question) -> tuple[Workload | None, ProblemsError | None]:
         workload = workload_of_run(question.run, question.cluster, question.imbalance)
     except ProblemsError as error:
         return None, error
-    return _with_framework(workload, question.framework), None
+    return with_framework(workload, question.framework), None
 
 
 def _without_layout(question: Question) -> Workload:
@@ -280,7 +324,7 @@ def _without_layout(question: Question) -> Workload:
     return changed(run, parallel={**one, "stages": None}, data={"micro_batch": 1})
 
 
-def _with_framework(workload: Workload, framework: FrameworkName) -> Workload:
+def with_framework(workload: Workload, framework: FrameworkName) -> Workload:
     """The same work under another framework, which keeps other things."""
     if framework == "moefold":
         return workload

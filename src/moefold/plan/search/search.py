@@ -17,36 +17,34 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
-from moefold.config.parallel import Sharding
 from moefold.errors import MoefoldError
-from moefold.plan.memory.peak import bytes_up_to, predict_memory, usable_bytes
-from moefold.plan.memory.saving_steps import STEPS, Savings, SavingStep, is_retained, why_no_savings
-from moefold.plan.search.candidates import (
-    LayoutChoice,
-    Limits,
-    choice_of_workload,
-    limits_of,
-    why_illegal,
-    workload_of_choice,
-)
-from moefold.plan.search.cheapest_savings import by_price, first_that_fits, ladder, trimmed
-from moefold.plan.search.enumeration import first_choice, layouts, neighbours, other_orders, presets
-from moefold.plan.search.space import Recompute, Space, usual_space
-from moefold.plan.timing.step_time import predict_time
+from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal
+from moefold.plan.search.cheapest_savings import Candidate, Predictions
+from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets
+from moefold.plan.search.space import Space, usual_space
 from moefold.plan.workload import Workload
-from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS
-from moefold.units import format_bytes
 
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
 # How many grids are looked at closer, and how many of those may climb.
-_BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 3, 6
+_BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 2, 6
+# Grids whose step takes more than so many times the fastest are not looked at; of those beyond the second no variants
+# are, and variants only up to the third.
+_FAR, _VARIED, _NEAR = 2.0, 1.4, 1.15
 _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate", "clones")
-_ATTENTION: Recompute = frozenset({"attention"})
+_KINDS = ("pp", "ep", "tp", "cp", "vpp", "sequences", "sharding", "ep_overlap", "delay_wgrad")
+# Share of the step below which more memory is said to gain nothing.
+_WORTH_TELLING = 0.001
 # Steps of a climb; each looks at about a hundred neighbours.
 _LONGEST_CLIMB = 8
+
+
+# Layouts whose predicted steps differ by less are as fast: errors within one measured sweep differ by more in all of
+# them (docs/planner-error.md). Among those, a tenth of the memory is worth leaving free: memory errs by about as much.
+ALIKE, ROOMY = 0.03, 0.9
 
 
 class NothingFitsError(MoefoldError):
@@ -55,16 +53,6 @@ class NothingFitsError(MoefoldError):
     def __init__(self, message: str, lacks_memory: bool) -> None:
         super().__init__(message)
         self.lacks_memory = lacks_memory
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice with what was predicted for it."""
-
-    choice: LayoutChoice
-    workload: Workload
-    seconds: float
-    bytes: float
 
 
 @dataclass(frozen=True)
@@ -79,15 +67,32 @@ class Result:
     num_memory: int
     num_time: int
     wall_seconds: float
+    # What a GPU has for a run, and the share of it that had to stay free.
+    memory: float = inf
+    headroom: float = 0.0
 
     @property
     def best(self) -> Candidate:
         return self.ranked[0]
 
     @property
+    def preferred(self) -> Candidate:
+        """The fastest, if it leaves a tenth of the memory; else of those that are as fast the first that does.
+
+        If none does, the roomiest of them.
+        """
+        enough = ROOMY * self.memory
+        alike = [each for each in self.ranked if each.seconds <= (1 + ALIKE) * self.best.seconds]
+        return next((each for each in alike if each.bytes <= enough), min(alike, key=lambda each: each.bytes))
+
+    @property
     def runner_up(self) -> Candidate | None:
         """The fastest that cuts the work differently, not just an option away."""
-        return next((each for each in self.ranked if grid_of(each.choice) != grid_of(self.best.choice)), None)
+        return next((each for each in self.ranked if grid_of(each.choice) != grid_of(self.preferred.choice)), None)
+
+    def alike(self, spread: float) -> tuple[Candidate, ...]:
+        """Those of the Pareto set that a planner with this error cannot tell from the fastest."""
+        return tuple(each for each in self.pareto if each.seconds <= (1 + spread) * self.best.seconds)
 
 
 def grid_of(choice: LayoutChoice) -> tuple[int, ...]:
@@ -108,7 +113,7 @@ def search(
     """
     began = time.monotonic()
     space = space or usual_space(template)
-    looked = _Looked(template, limits_of(template), space, headroom)
+    looked = Predictions(template, limits_of(template), space, headroom)
     say = progress or (lambda what, done, total: None)
     coarse = _sweep(looked, say, from_own)
     if not coarse:
@@ -116,17 +121,35 @@ def search(
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         looked.trim(_climb(looked, start))
+    _make_room(looked)
     ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
     own = looked.timed.get(choice_of_workload(template))
     found = (len(coarse), len(looked.held), len(looked.timed))
-    return Result(ranked, pareto(ranked), own, *found, time.monotonic() - began)
+    took = time.monotonic() - began
+    return Result(ranked, pareto(ranked), own, *found, took, looked.capacity / (1 - headroom), headroom)
+
+
+def tighter(template: Workload, space: Space, result: Result) -> Candidate | None:
+    """What the headroom costs: a faster candidate that fits without it, from the best grids on; None if none does."""
+    looked = Predictions(template, limits_of(template), space, 0.0)
+    starts = [looked.lightest(each.choice) for each in _fastest(result.ranked, _CLIMBERS)]
+    found = min((each for each in starts if each is not None), key=lambda each: each.seconds, default=None)
+    found = _climb(looked, found) if found is not None else None
+    return found if found is not None and found.seconds < (1 - _WORTH_TELLING) * result.preferred.seconds else None
+
+
+def coarse_best(template: Workload, space: Space, headroom: float) -> Candidate | None:
+    """The first part of a search alone, and the options of what it finds: to compare questions, not layouts."""
+    looked = Predictions(template, limits_of(template), space, headroom)
+    found = _fastest(_sweep(looked, lambda what, done, total: None, from_own=False), 2)
+    return min((_vary(looked, each) for each in found), key=lambda each: each.seconds, default=None)
 
 
 def anything_fits(template: Workload, space: Space, headroom: float, progress: Progress | None = None) -> bool:
     """Whether `search` would find a candidate; without looking for the best one."""
-    looked = _Looked(template, limits_of(template), space, headroom)
-    starts = _counted(list(layouts(looked.limits, space)), "more GPUs", progress or (lambda what, done, total: None))
-    return any(looked.lightest(start) is not None for start in starts)
+    looked = Predictions(template, limits_of(template), space, headroom)
+    grids = _counted(list(layouts(looked.limits, space)), "more GPUs", progress or (lambda what, done, total: None))
+    return any(looked.lightest(start) is not None for grid in grids for start in _usual(grid))
 
 
 def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -138,185 +161,49 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(kept)
 
 
-class _Looked:
-    """Predictions made so far."""
-
-    def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
-        self.template, self.limits, self.space = template, limits, space
-        # Bytes where a candidate fits, else a lower bound that exceeds the capacity.
-        self.held: dict[LayoutChoice, float] = {}
-        self.timed: dict[LayoutChoice, Candidate] = {}
-        self.capacity = usable_bytes(template) * (1 - headroom)
-        self.milestones = _milestones(space.recompute)
-        self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
-        # How many savings the last layout needed: the next one needs about as many.
-        self._likely: dict[tuple[Sharding, int], int] = {}
-        self._lightest: dict[LayoutChoice, Candidate | None] = {}
-
-    def workload(self, choice: LayoutChoice) -> Workload:
-        return workload_of_choice(choice, self.template, self.limits, self.space)
-
-    def size(self, choice: LayoutChoice) -> float:
-        """Of candidates that do not fit too."""
-        self.held[choice] = predict_memory(self.workload(choice)).total
-        return self.held[choice]
-
-    def fits(self, choice: LayoutChoice) -> bool:
-        if choice not in self.held:
-            self.held[choice] = bytes_up_to(self.workload(choice), self.capacity)
-        return self.held[choice] <= self.capacity
-
-    def time(self, choice: LayoutChoice) -> Candidate | None:
-        """None if it does not fit, or has slots in which no clone is worth its exchange."""
-        if choice not in self.timed and self.fits(choice):
-            workload = self.workload(choice)
-            if choice.clones and not workload.clones.clones:
-                return None
-            self.timed[choice] = Candidate(choice, workload, predict_time(workload).step_seconds, self.held[choice])
-        return self.timed.get(choice)
-
-    def lightest(self, choice: LayoutChoice) -> Candidate | None:
-        """With the cheapest savings among those that fit; those that change numbers only where nothing else does."""
-        bare = choice._replace(savings=self.space.savings[0])
-        if bare not in self._lightest:
-            self._lightest[bare] = self._find_lightest(bare)
-        return self._lightest[bare]
-
-    def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
-        if self.fits(bare):
-            return self.time(bare)
-        steps = self.steps_by_price(bare)
-        exact = tuple(step for step in steps if step.exact)
-        if any(is_retained(step.entries) for step in steps):
-            # Single steps cost less than whole phases, and save less; queries, keys and values have one only in MLA.
-            phases = [self.space.recompute[0]]
-            if not self.limits.latent and _ATTENTION in self.space.recompute:
-                phases += [self.milestones[-1], _ATTENTION]
-            starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
-            return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
-        found = self._with_phases(bare)
-        return found or self._with_savings(bare._replace(recompute=self.milestones[-1]), steps)
-
-    def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
-        found = (self._with_savings(start, steps) for start in starts)
-        return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
-
-    def _with_phases(self, choice: LayoutChoice) -> Candidate | None:
-        """The recompute set that is cheapest among those that fit."""
-        if not self.fits(choice._replace(recompute=self.milestones[-1])):
-            return None
-        found = (self.time(choice._replace(recompute=recompute)) for recompute in self.milestones)
-        return next((each for each in found if each is not None), None)
-
-    def _with_savings(self, choice: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
-        legal = self._legal(choice, steps)
-        sets, where = ladder(legal, choice.savings), (choice.sharding, len(legal))
-        number = first_that_fits(
-            sets, lambda some: self.fits(choice._replace(savings=some)), self._likely.get(where, len(sets) // 2)
-        )
-        if number is None:
-            return None
-        self._likely[where] = number
-        return self.time(choice._replace(savings=sets[number]))
-
-    def steps_by_price(self, choice: LayoutChoice) -> tuple[SavingStep, ...]:
-        """Found once per sharding, on the first layout that needs them: prices differ little between layouts."""
-        if choice.sharding not in self._steps:
-
-            def size(some: Savings) -> float:
-                return self.size(plain._replace(savings=some))
-
-            def seconds(some: Savings) -> float:
-                return predict_time(self.workload(plain._replace(savings=some))).step_seconds
-
-            plain = choice._replace(recompute=self.space.recompute[0])
-            known = (step for step in STEPS if step.entries in self.space.savings[1:])
-            legal = self._legal(plain, known)
-            self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
-        return self._steps[choice.sharding]
-
-    @staticmethod
-    def _legal(choice: LayoutChoice, steps: Iterable[SavingStep]) -> tuple[SavingStep, ...]:
-        """Those that a legal candidate may add."""
-        savings, beside = choice.savings, (choice.sharding, choice.recompute, choice.cp)
-        return tuple(step for step in steps if why_no_savings(savings | step.entries, *beside) is None)
-
-    def trim(self, found: Candidate) -> Candidate | None:
-        """Without savings that turn out to be unnecessary."""
-        choice, start = found.choice, self.space.savings[0]
-        kept = trimmed(
-            choice.savings,
-            start,
-            self.steps_by_price(choice),
-            lambda some: self.fits(choice._replace(savings=some)),
-        )
-        return self.time(choice._replace(savings=kept))
-
-    def rank(self, each: Candidate) -> tuple[float, float, int]:
-        """Fastest first; among equals the leanest, then the one of most usual values."""
-        places = (
-            getattr(self.space, name).index(value)
-            for name, value in zip(LayoutChoice._fields, each.choice)
-            if name != "savings" and value in getattr(self.space, name)
-        )
-        return each.seconds, each.bytes, sum(places) + len(each.choice.savings)
-
-    def _leanest(self) -> LayoutChoice:
-        """The first of those with fewest bytes: no candidate is leaner than its bound, so few are predicted whole."""
-        order = {choice: number for number, choice in enumerate(self.held)}
-        found: list[tuple[float, int, LayoutChoice]] = []
-        for bound, number, choice in sorted((self.held[choice], order[choice], choice) for choice in order):
-            if found and min(found)[0] < bound:
-                break
-            found.append((self.size(choice), number, choice))
-        return min(found)[2]
-
-    def why_nothing(self) -> str:
-        if self.held:
-            least = self._leanest()
-            return (
-                f"nothing fits: of {len(self.held):,} candidates the leanest needs "
-                f"{format_bytes(self.held[least])} of {format_bytes(self.capacity)} "
-                f"({described(least)})"
-            )
-        start = first_choice(self.space)
-        reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
-        listed = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(4) if reason)
-        return f"no legal layout: {listed}"
-
-
-def _grids(start: LayoutChoice, space: Space) -> Iterator[LayoutChoice]:
-    for pp in space.pp:
-        for tp in space.tp:
-            for ep in space.ep:
-                yield start._replace(pp=pp, tp=tp, ep=ep)
-
-
-def described(choice: LayoutChoice) -> str:
-    """A candidate in a few words: what it cuts, and the options that are on."""
-    axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
-    sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
-    options = [f"mbs{choice.sequences}", choice.format, choice.dispatcher * (choice.dispatcher != "local")]
-    options += [order for order in choice[-2:] if order not in (DENSE_ORDERS[0], EXPERT_ORDERS[0])]
-    options += [f"{choice.clones} clones a rank" if choice.clones else ""]
-    options += ["overlap" * choice.ep_overlap, "delayed wgrad" * choice.delay_wgrad]
-    options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
-    options += [f"x{choice.replicate} copies" if choice.replicate > 1 else ""]
-    options += [f"recompute {'+'.join(sorted(choice.recompute))}" if choice.recompute else ""]
-    options += sorted(entry.removeprefix("memory.").removeprefix("precision.") for entry in choice.savings)
-    return " ".join(filter(None, [*sizes, *options]))
-
-
 # ---- from coarse to fine ----
 
 
-def _sweep(looked: _Looked, say: Progress, from_own: bool) -> list[Candidate]:
-    starts = list(layouts(looked.limits, looked.space))
-    own = choice_of_workload(looked.template)
+def _sweep(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate]:
+    """The lightest of every grid, and of its variants that could be among the fastest."""
+    grids = list(layouts(looked.limits, looked.space))
+    own, found = choice_of_workload(looked.template), list[Candidate | None]()
     if from_own and why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
-        starts.append(own)
-    found = (looked.lightest(start) for start in _counted(starts, "grids", say))
-    return [each for each in found if each is not None]
+        grids.append((own,))
+        # With its own savings too, which others may not choose.
+        found.append(looked.time(own))
+    # The fastest first: what they take is the bound of the others.
+    grids.sort(key=lambda grid: looked.bound(grid[0]))
+    for grid in _counted(grids, "grids", say):
+        for number, start in enumerate(_usual(grid)):
+            near = _NEAR * looked.best
+            found.append(looked.lightest(start, near if number else _FAR * looked.best) or _leaner(looked, start, near))
+    # Now it is known what fits and how fast that is.
+    close = [grid for grid in grids if looked.best < inf and looked.bound(grid[0]) <= _VARIED * looked.best]
+    for start in (each for grid in close for each in grid):
+        near = _NEAR * looked.best
+        found.append(looked.lightest(start, near) or _leaner(looked, start, near))
+    return list({each.choice: each for each in found if each is not None}.values())
+
+
+def _usual(grid: Sequence[LayoutChoice]) -> list[LayoutChoice]:
+    """The first of every sharding, with and without overlapped dispatch, which needs memory."""
+    firsts: dict[tuple[str, bool], LayoutChoice] = {}
+    for each in grid:
+        firsts.setdefault((each.sharding, each.ep_overlap), each)
+    return list(firsts.values())
+
+
+def _leaner(looked: Predictions, start: LayoutChoice, within: float) -> Candidate | None:
+    """Where a grid does not fit with the first format and graphs: with what holds less. Ours has savings."""
+    if looked.limits.ours or looked.bound(start) > within:
+        return None
+    for format in looked.space.format:
+        made = start._replace(format=format, graphs=looked.space.graphs[-1])
+        legal = made != start and why_illegal(made, looked.limits, looked.space) is None
+        if legal and (found := looked.lightest(made, within)) is not None:
+            return found
+    return None
 
 
 def _within(choice: LayoutChoice, space: Space) -> bool:
@@ -325,39 +212,39 @@ def _within(choice: LayoutChoice, space: Space) -> bool:
 
 
 def _starts(coarse: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest overall, and the fastest of every pp, ep and tp."""
+    """The fastest overall, and the fastest of every kind."""
     ordered = sorted(coarse, key=lambda each: each.seconds)
     chosen = dict.fromkeys(each.choice for each in ordered[:_BEST_OVERALL])
-    for axis in ("pp", "ep", "tp"):
+    for axis in _KINDS:
         seen: Counter[int] = Counter()
         for each in ordered:
             size = getattr(each.choice, axis)
             seen[size] += 1
-            if seen[size] <= _BEST_OF_A_KIND and each.seconds < 2 * ordered[0].seconds:
+            if seen[size] <= _BEST_OF_A_KIND and each.seconds < _FAR * ordered[0].seconds:
                 chosen[each.choice] = None
     return [each for each in ordered if each.choice in chosen]
 
 
-def _vary(looked: _Looked, start: Candidate) -> Candidate:
+def _vary(looked: Predictions, start: Candidate) -> Candidate:
     """One option at a time, each time keeping the fastest; twice, because options interact."""
     best = start
     for _ in range(2):
         before = best
         for made in presets(best.choice, looked.limits, looked.space):
-            best = _faster(best, looked.lightest(made))
+            best = _faster(best, looked.lightest(made, best.seconds))
         for made in other_orders(best.choice, looked.limits, looked.space):
-            best = _faster(best, looked.lightest(made))
+            best = _faster(best, looked.lightest(made, best.seconds))
         for name in _OPTIONS:
             for value in getattr(looked.space, name):
                 made = best.choice._replace(**{name: value})
                 if made != best.choice and why_illegal(made, looked.limits, looked.space) is None:
-                    best = _faster(best, looked.lightest(made))
+                    best = _faster(best, looked.lightest(made, best.seconds))
         if best is before:
             break
     return best
 
 
-def _climb(looked: _Looked, start: Candidate) -> Candidate:
+def _climb(looked: Predictions, start: Candidate) -> Candidate:
     """To the fastest neighbour, and on from there."""
     best = start
     for _ in range(_LONGEST_CLIMB):
@@ -365,10 +252,24 @@ def _climb(looked: _Looked, start: Candidate) -> Candidate:
         for made in neighbours(before.choice, looked.limits, looked.space):
             same = (made.recompute, made.savings) == (before.choice.recompute, before.choice.savings)
             # Other savings are a step by themselves; elsewhere the lightest that fit go along.
-            best = _faster(best, looked.lightest(made) if same else looked.time(made))
+            best = _faster(best, (looked.lightest if same else looked.time)(made, best.seconds))
         if best is before:
             break
     return best
+
+
+def _make_room(looked: Predictions) -> None:
+    """Looks for candidates as fast as the fastest that leave a tenth of the memory, one change after the other."""
+    enough, within = ROOMY / (1 - looked.headroom) * looked.capacity, looked.best * (1 + ALIKE)
+    for _ in range(_LONGEST_CLIMB):
+        alike = (each for each in looked.timed.values() if each.seconds <= within)
+        before = min(alike, key=lambda each: each.bytes)
+        if before.bytes <= enough:
+            return
+        for made in neighbours(before.choice, looked.limits, looked.space):
+            looked.time(made, within)
+        if min(looked.timed.values(), key=lambda each: (each.seconds > within, each.bytes)) is before:
+            return
 
 
 def _faster(best: Candidate, other: Candidate | None) -> Candidate:
@@ -381,15 +282,6 @@ def _fastest(found: Sequence[Candidate], most: int) -> list[Candidate]:
     for each in sorted(found, key=lambda each: each.seconds):
         by_grid.setdefault(grid_of(each.choice), each)
     return list(by_grid.values())[:most]
-
-
-def _milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """A few sets from nothing to everything, each holding the one before where there is such a one."""
-    kept = [sets[0]]
-    for each in sets[1:]:
-        if each > kept[-1]:
-            kept.append(each)
-    return tuple(dict.fromkeys((*kept, sets[-1])))
 
 
 def _counted(items: Sequence[Item], what: str, say: Progress) -> Iterator[Item]:

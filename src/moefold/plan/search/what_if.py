@@ -3,20 +3,29 @@
 Some questions are about the machine (a larger domain of fast links, a faster network), some about the layout or the
 framework (more experts' ranks, larger microbatches, no recompute). Each answer is a prediction or the rule that forbids
 it. An answer that does not fit is still given its time: it says what memory costs.
+
+One question is about the batch: its number of sequences decides over how many ranks it divides, and one sequence more
+or less can cost most of the throughput.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal, workload_of_choice
+from moefold.plan.search.search import coarse_best
 from moefold.plan.search.space import Space, usual_space
 from moefold.plan.workload import Workload, changed
 
 _RACK, _NODE = 72, 8
+# Batches are looked at up to this far from the one that was asked for, and told from this much more throughput on.
+_OTHER_BATCH, _WORTH_A_BATCH = 0.1, 0.05
+# The nearest batch is told that has this share of what the best of them gains.
+_MOST_OF_IT = 0.8
 
 
 @dataclass(frozen=True)
@@ -118,3 +127,62 @@ def _changed(workload: Workload, choice: LayoutChoice, space: Space, question: s
     if same_stages:
         made = changed(made, parallel={"stages": workload.parallel.stages})
     return Answer(question, about, predict(made))
+
+
+# ---- the batch ----
+
+
+@dataclass(frozen=True)
+class BatchAdvice:
+    """The nearest batch that divides better, and what it would bring at least."""
+
+    asked: int
+    batch: int
+    # Ranks over which each divides: the largest divisor that it shares with the number of GPUs.
+    asked_divides: int
+    divides: int
+    asked_tokens_per_second_per_gpu: float
+    tokens_per_second_per_gpu: float
+
+    @property
+    def gain(self) -> float:
+        return self.tokens_per_second_per_gpu / self.asked_tokens_per_second_per_gpu - 1
+
+
+def batches_near(batch: int, world: int) -> list[int]:
+    """Batches that share more with the number of GPUs, the nearest first, each sharing more than those before it."""
+    found: list[int] = []
+    reach = int(_OTHER_BATCH * batch)
+    for away in range(1, reach + 1):
+        for other in (batch + away, batch - away):
+            if gcd(other, world) > gcd(found[-1] if found else batch, world):
+                found.append(other)
+    return found
+
+
+def better_batch(template: Workload, space: Space, headroom: float, chosen: Prediction) -> BatchAdvice | None:
+    """None where the batch divides well: no batch nearby has much more throughput."""
+    data, world = template.run.data, template.cluster.num_gpus
+    # Where twice the data-parallel ranks would divide it too, it is not the batch that chose their number.
+    free = data.packing == "bin_packed" or gcd(data.global_batch, world) >= 2 * chosen.workload.dp
+    others = [] if free else batches_near(data.global_batch, world)
+    # As the choice cuts layers and sequences, or not at all.
+    degrees = chosen.workload.parallel
+    kept = {axis: {1, getattr(degrees, axis)} for axis in ("tp", "cp", "etp")}
+    space = replace(space, **{axis: tuple(v for v in getattr(space, axis) if v in kept[axis]) for axis in kept})
+
+    def rate(batch: int) -> float:
+        made = changed(template, data={"global_batch": batch})
+        found = coarse_best(made, space, headroom)
+        return 0.0 if found is None else batch * data.seq_len / world / found.seconds
+
+    now = chosen.tokens_per_second_per_gpu
+    best = rate(others[-1]) if others else 0.0
+    if best < (1 + _WORTH_A_BATCH) * now:
+        return None
+    for other in others:
+        found = best if other == others[-1] else rate(other)
+        if found - now >= _MOST_OF_IT * (best - now):
+            shared = (gcd(data.global_batch, world), gcd(other, world))
+            return BatchAdvice(data.global_batch, other, *shared, now, found)
+    raise AssertionError("the last of them is the best")

@@ -1,0 +1,148 @@
+"""No restriction of the search finds a faster answer than the search, and small spaces hold nothing faster.
+
+The command of `tests/search_restrictions.py` draws hundreds; here are a few of them, and what the answer says about
+headroom, layouts that are as fast, and the batch.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+from tests.brain.test_plan_search import job_for
+from tests.marks import slow_except
+from tests.search_restrictions import Place, asked, best_of, lost, missed
+
+from moefold.config.parallel import Sharding
+from moefold.plan.search.candidates import (
+    choice_of_workload,
+    limits_of,
+    microbatch_group,
+    microbatches_of,
+    why_illegal,
+)
+from moefold.plan.search.cheapest_savings import Candidate
+from moefold.plan.search.enumeration import layouts
+from moefold.plan.search.proposal import Question, propose
+from moefold.plan.search.search import Result
+from moefold.plan.search.space import narrowed, usual_space
+from moefold.plan.search.what_if import batches_near
+from moefold.plan.workload import FrameworkName
+
+SMALL = (
+    Place("mixtral_8x7b", "H100", 32, 64, "megatron"),
+    Place("qwen3_30b_a3b", "H100", 8, 64, "megatron"),
+    Place("qwen3_30b_a3b", "H100", 16, 64, "fsdp2"),
+    Place("olmoe_1b_7b", "H100", 8, 64, "moefold"),
+)
+DRAWS = [(place, seed) for seed in range(9) for place in range(len(SMALL))]
+
+
+@pytest.mark.parametrize(("place", "seed"), slow_except(DRAWS, (1, 0), (2, 0)))
+def test_no_restriction_finds_a_faster_answer(place: int, seed: int) -> None:
+    assert lost(SMALL[place], random.Random(100 * place + seed)) is None
+
+
+@pytest.mark.parametrize(("place", "seed"), slow_except(DRAWS[:12], (3, 0)))
+def test_a_small_space_holds_nothing_faster(place: int, seed: int) -> None:
+    assert missed(SMALL[place], random.Random(1000 + 100 * place + seed), most=200) is None
+
+
+@pytest.mark.slow
+def test_a_grid_that_fits_with_another_sharding_is_found() -> None:
+    """ZeRO-1 fits on no grid of these eight GPUs, FSDP does."""
+    template, space = asked(Place("qwen3_30b_a3b", "H100", 8, 256, "megatron"))
+    whole, part = best_of(template, space), best_of(template, replace(space, sharding=("fsdp",)))
+    assert whole is not None and part is not None and whole.seconds <= part.seconds
+
+
+def test_every_grid_is_tried_with_every_sharding_and_microbatch() -> None:
+    _, workload = job_for("qwen3_30b_a3b", 8, 256, framework="megatron")
+    grids = list(layouts(limits_of(workload), usual_space(workload)))
+    alone = next(grid for grid in grids if grid[0].pp == 1 and grid[0].ep == 8)
+    assert {(each.sharding, each.sequences) for each in alone} >= {("zero1", 1), ("fsdp", 1), ("fsdp", 4)}
+
+
+# ---- microbatches in groups ----
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "group"),
+    [(4, 8, 4), (4, 6, 6), (4, 9, 5), (3, 7, 4), (3, 10, None), (4, 3, None), (8, 15, 15), (4, 11, 6)],
+)
+def test_groups_are_those_that_megatron_accepts(pp: int, microbatches: int, group: int | None) -> None:
+    """Its rule: a group of at least pp microbatches, and a last group of none or at least pp."""
+    assert microbatch_group(pp, microbatches) == group
+    if group is not None:
+        assert pp <= group <= microbatches
+        assert microbatches % group == 0 or microbatches % group >= pp
+
+
+@pytest.mark.parametrize(("framework", "legal"), [("megatron", True), ("fsdp2", False), ("moefold", True)])
+def test_uneven_rounds_are_a_rule_of_the_framework(framework: FrameworkName, legal: bool) -> None:
+    """Six microbatches over four interleaved ranks."""
+    _, workload = job_for("qwen3_30b_a3b", 8, 48, framework=framework)
+    limits = limits_of(workload)
+    space = narrowed(usual_space(workload), "graphs=none,ep_overlap=false,delay_wgrad=false")
+    shardings: dict[FrameworkName, Sharding] = {"megatron": "zero1", "fsdp2": "fsdp", "moefold": "flat"}
+    choice = choice_of_workload(workload)._replace(pp=4, vpp=2, sequences=4, dispatcher="local", replicate=1)
+    choice = choice._replace(sharding=shardings[framework], ep_overlap=False, delay_wgrad=False, graphs="none")
+    assert microbatches_of(choice, limits) == 6
+    why = why_illegal(choice, limits, space)
+    assert (why is None) == legal, why
+
+
+# ---- what is chosen among those that are as fast ----
+
+
+def found(*pairs: tuple[float, float]) -> Result:
+    """Candidates of so many seconds and bytes, on a GPU of 100 bytes."""
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    choice = choice_of_workload(workload)
+    made = tuple(
+        Candidate(choice._replace(tp=number + 1), workload, *pair) for number, pair in enumerate(sorted(pairs))
+    )
+    return Result(made, made, None, 1, 1, 1, 0.0, memory=100.0, headroom=0.05)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "seconds"),
+    [
+        ([(1.0, 80), (1.01, 50)], 1.0),  # room enough already
+        ([(1.0, 94), (1.018, 84), (1.02, 60)], 1.018),  # the first that leaves a tenth
+        ([(1.0, 94), (1.02, 92), (1.025, 91)], 1.025),  # none does: the roomiest
+        ([(1.0, 94), (1.04, 50)], 1.0),  # too slow to be the same
+    ],
+)
+def test_the_roomiest_of_those_that_are_as_fast_is_preferred(pairs: list[tuple[float, float]], seconds: float) -> None:
+    result = found(*pairs)
+    assert result.preferred.seconds == seconds and result.best.seconds == 1.0
+    assert len(result.alike(0.03)) == sum(each <= 1.03 for each, _ in pairs)
+    assert replace(result, memory=inf).preferred == result.best
+
+
+# ---- the batch ----
+
+
+def test_batches_that_divide_better_are_listed_from_the_nearest() -> None:
+    assert batches_near(1023, 64) == [1024]
+    assert batches_near(1000, 64) == [1008, 992, 1024]
+    assert batches_near(1024, 64) == [] and batches_near(48, 64) == []
+
+
+@pytest.mark.slow
+def test_a_batch_that_divides_badly_is_said_and_headroom_kept() -> None:
+    run, workload = job_for("qwen3_30b_a3b", 64, 1023)
+    question = Question(run, "qwen3_30b_a3b", workload.cluster, framework="megatron", fixed="tp=1,2,4,cp=1,etp=1")
+    proposal = propose(question)
+    advice = proposal.batch
+    assert advice is not None and (advice.asked, advice.batch, advice.divides) == (1023, 1024, 64)
+    assert advice.gain > 0.5 and any("A batch of 1,023 divides badly" in words for words in proposal.reasons)
+    memory = proposal.chosen.memory
+    assert memory.total <= 0.95 * memory.capacity
+    assert any("5% of the GPU's memory stays free" in words for words in proposal.reasons)
+    better = propose(replace(question, run=replace(run, data=replace(run.data, global_batch=1024))))
+    assert better.batch is None
+    assert better.chosen.tokens_per_second_per_gpu >= advice.tokens_per_second_per_gpu * (1 - 0.04)
