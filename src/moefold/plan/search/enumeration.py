@@ -20,7 +20,7 @@ _LONG = 8192
 
 
 def layouts(limits: Limits, space: Space) -> Iterator[tuple[LayoutChoice, ...]]:
-    """Coarse candidates: of every grid worth trying its usual options (`presets`), with first values of all others."""
+    """Coarse candidates: of every grid worth trying its usual options (`presets`), with the first of all others."""
     for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
             continue
