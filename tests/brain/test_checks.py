@@ -140,7 +140,7 @@ SHARED = ModelConfig(moe=MoEConfig(shared_hidden_dim=64))
 FOUR_STEPS = ParallelConfig(sharding="flat", param_sync="hierarchical", ranks_per_host=2)
 CASES = [
     *(
-        (parallel.param_sync_has_levels, RunConfig(parallel=FOUR_STEPS), RunConfig(parallel=broken), path)
+        (messages.param_sync_has_levels, RunConfig(parallel=FOUR_STEPS), RunConfig(parallel=broken), path)
         for broken, path in (
             (replace(FOUR_STEPS, sharding="fsdp"), "parallel.param_sync"),
             (replace(FOUR_STEPS, ranks_per_host=1), "parallel.ranks_per_host"),

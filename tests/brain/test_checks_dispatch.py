@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import parallel
+from moefold.checks import messages, parallel
 from moefold.checks.run_all import problems
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig
@@ -121,6 +121,6 @@ def test_every_rule_has_a_case() -> None:
 )
 def test_hosts_cut_every_sharding_group_alike(ranks_per_host: int, degrees: dict[str, Any], words: str | None) -> None:
     run = over(sharding="flat", param_sync="hierarchical", ranks_per_host=ranks_per_host, **degrees)
-    found = parallel.hosts_cut_sharding_groups_alike(run, fold(run.parallel, 8))
+    found = messages.hosts_cut_sharding_groups_alike(run, fold(run.parallel, 8))
     assert [problem.path for problem in found] == ["parallel.ranks_per_host"] * (words is not None)
     assert all(words in problem.message and "direct" in problem.fix for problem in found if words)

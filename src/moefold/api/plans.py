@@ -234,19 +234,14 @@ def cluster_for(
         problems.append(Problem("headroom", f"is {headroom:g}", "use a fraction, such as 0.05"))
     if fit is not None and not 2**20 <= fit <= 2**60:
         problems.append(Problem("fit", f"is {fit:g} bytes", "use a size such as 80GiB"))
-    links = {"domain": domain, "nic_gb_s": nic_gb_s}
-    changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
-    if problems:
+    if problems or (gpus is None and described is None):
         raise ConfigError(*problems)
-    if described is not None:
-        made = replace(read_cluster(described, gpus), **changes)
-    elif gpus is None:
-        raise AssertionError("a problem already")
-    elif machine is not None:
+    if machine is not None and gpus is not None:
         measured = read_machine(Path(machine))
         made = cluster_of_machine(measured if nic_gb_s is None else over_link(measured, nic_gb_s), gpus)
     else:
-        made = cluster_of(gpu, gpus, **changes)
+        named = cluster_of(gpu, gpus or 1) if described is None else read_cluster(described, gpus)
+        made = replace(named, domain=domain or named.domain, nic_gb_s=nic_gb_s or named.nic_gb_s)
     if fit is None:
         return made
     return replace(made, gpu=replace(made.gpu, memory_gb=fit / (LABEL_UNIT * USABLE_SHARE)))

@@ -1,4 +1,5 @@
-"""Rules about messages between ranks: who can send narrow ones, and what can go in chunks beside matmuls."""
+"""Rules about messages between ranks: who can send narrow ones, what can go in chunks beside matmuls, and whether hosts
+cut groups so that parameters are summed and gathered inside of them first."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from moefold.config.attention import MLAConfig
 from moefold.config.parallel import EngineDispatcher, ParallelConfig, PlannedDispatcherName
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
+from moefold.topology.folded_layout import FoldedLayout, ranks_inside
 
 # Of other libraries: they send rows in formats of their own.
 _OTHERS = (*get_args(EngineDispatcher), *get_args(PlannedDispatcherName))
@@ -84,4 +86,58 @@ def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
     ]
 
 
-RULES = (narrow_rows_have_our_dispatcher, rounded_parts_are_of_float32, tp_chunks_have_matmuls_beside_them)
+def param_sync_has_levels(run: RunConfig) -> list[Problem]:
+    """Four steps need flat buffers and hosts of several ranks; how those cut the groups is a rule with a layout."""
+    parallel, path = run.parallel, "parallel.ranks_per_host"
+    if parallel.param_sync == "direct":
+        if parallel.ranks_per_host == 1:
+            return []
+        words = f"is {parallel.ranks_per_host}, but parallel.param_sync direct does not distinguish hosts"
+        return [Problem(path, words, "use 1, or set parallel.param_sync to hierarchical")]
+    found = []
+    if parallel.sharding != "flat":
+        words = f"hierarchical: {parallel.sharding} sharding sums and gathers by FSDP's own collectives"
+        found.append(Problem("parallel.param_sync", words, "use direct, or parallel.sharding flat"))
+    if parallel.ranks_per_host <= 1:
+        words = f"is {parallel.ranks_per_host}: hierarchical parameter synchronisation sums inside of hosts first"
+        found.append(
+            Problem(path, words, "use how many consecutive ranks share a host, such as 8, or param_sync direct")
+        )
+    return found
+
+
+# Ranks of hosts and racks, of which those that fit are named.
+_USUAL_HOSTS = (2, 4, 8, 16, 32, 64, 72)
+
+
+def hosts_cut_sharding_groups_alike(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
+    """Each host holds equally many ranks of every group, and some group has several on each of several hosts."""
+    parallel, path = run.parallel, "parallel.ranks_per_host"
+    if parallel.param_sync == "direct" or param_sync_has_levels(run):
+        return []
+
+    def inside_of(size: int) -> dict[str, int | None]:
+        return {name: ranks_inside(layout, name, size) for name in ("dense_shard", "expert_shard")}
+
+    def has_levels(inside: dict[str, int | None]) -> bool:
+        return any(each is not None and 1 < each < layout.size(name) for name, each in inside.items())
+
+    inside = inside_of(parallel.ranks_per_host)
+    fits = [size for size in _USUAL_HOSTS if None not in (here := inside_of(size)).values() and has_levels(here)]
+    fix = f"use {', '.join(map(str, fits))}, or param_sync direct" if fits else "set param_sync to direct"
+    if sizes := ", ".join(f"{name} of {layout.size(name)} ranks" for name, each in inside.items() if each is None):
+        words = f"hosts of {parallel.ranks_per_host} ranks cut groups unequally that shard parameters ({sizes})"
+        return [Problem(path, words, fix)]
+    if not has_levels(inside):
+        words = ", ".join(f"{name}: {each} of {layout.size(name)} ranks on a host" for name, each in inside.items())
+        return [Problem(path, f"no group has several ranks on each of several hosts ({words})", fix)]
+    return []
+
+
+RULES = (
+    narrow_rows_have_our_dispatcher,
+    rounded_parts_are_of_float32,
+    tp_chunks_have_matmuls_beside_them,
+    param_sync_has_levels,
+)
+RULES_WITH_LAYOUT = (hosts_cut_sharding_groups_alike,)

@@ -17,7 +17,7 @@ from moefold.config.parallel import NamedDispatcher, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, LayoutError, Problem, did_you_mean
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.folded_layout import FoldedLayout, fold, order_problems, ranks_inside
+from moefold.topology.folded_layout import FoldedLayout, fold, order_problems
 
 # Backends of experts that leave out rows past those of the last expert. grouped reads no count on the host; sequential
 # and fused do, which costs nothing on a CPU.
@@ -252,54 +252,6 @@ def rank_orders_name_every_axis(run: RunConfig) -> list[Problem]:
     return list(order_problems(run.parallel))
 
 
-def param_sync_has_levels(run: RunConfig) -> list[Problem]:
-    """Four steps need flat buffers and hosts of several ranks; how those cut the groups is a rule with a layout."""
-    parallel, path = run.parallel, "parallel.ranks_per_host"
-    if parallel.param_sync == "direct":
-        if parallel.ranks_per_host == 1:
-            return []
-        words = f"is {parallel.ranks_per_host}, but parallel.param_sync direct does not distinguish hosts"
-        return [Problem(path, words, "use 1, or set parallel.param_sync to hierarchical")]
-    found = []
-    if parallel.sharding != "flat":
-        words = f"hierarchical: {parallel.sharding} sharding sums and gathers by FSDP's own collectives"
-        found.append(Problem("parallel.param_sync", words, "use direct, or parallel.sharding flat"))
-    if parallel.ranks_per_host <= 1:
-        words = f"is {parallel.ranks_per_host}: hierarchical parameter synchronisation sums inside of hosts first"
-        found.append(
-            Problem(path, words, "use how many consecutive ranks share a host, such as 8, or param_sync direct")
-        )
-    return found
-
-
-# Ranks of hosts and racks, of which those that fit are named.
-_USUAL_HOSTS = (2, 4, 8, 16, 32, 64, 72)
-
-
-def hosts_cut_sharding_groups_alike(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
-    """Each host holds equally many ranks of every group, and some group has several on each of several hosts."""
-    parallel, path = run.parallel, "parallel.ranks_per_host"
-    if parallel.param_sync == "direct" or param_sync_has_levels(run):
-        return []
-
-    def inside_of(size: int) -> dict[str, int | None]:
-        return {name: ranks_inside(layout, name, size) for name in ("dense_shard", "expert_shard")}
-
-    def has_levels(inside: dict[str, int | None]) -> bool:
-        return any(each is not None and 1 < each < layout.size(name) for name, each in inside.items())
-
-    inside = inside_of(parallel.ranks_per_host)
-    fits = [size for size in _USUAL_HOSTS if None not in (here := inside_of(size)).values() and has_levels(here)]
-    fix = f"use {', '.join(map(str, fits))}, or param_sync direct" if fits else "set param_sync to direct"
-    if sizes := ", ".join(f"{name} of {layout.size(name)} ranks" for name, each in inside.items() if each is None):
-        words = f"hosts of {parallel.ranks_per_host} ranks cut groups unequally that shard parameters ({sizes})"
-        return [Problem(path, words, fix)]
-    if not has_levels(inside):
-        words = ", ".join(f"{name}: {each} of {layout.size(name)} ranks on a host" for name, each in inside.items())
-        return [Problem(path, f"no group has several ranks on each of several hosts ({words})", fix)]
-    return []
-
-
 DISPATCH_RULES = (
     padded_capacity_has_fixed_row_counts,
     ep_inner_divides_ep,
@@ -393,11 +345,10 @@ RULES = (
     expert_axes_have_experts,
     shared_experts_have_an_exchange_of_their_own,
     chunks_have_rows_to_exchange,
-    param_sync_has_levels,
     *DISPATCH_RULES,
     *PIPELINE_RULES,
 )
-RULES_WITH_LAYOUT = (microbatches_fit_the_schedule, hosts_cut_sharding_groups_alike)
+RULES_WITH_LAYOUT = (microbatches_fit_the_schedule,)
 
 
 def _sizes_are_positive(run: RunConfig) -> bool:

@@ -46,7 +46,12 @@ RULES: tuple[Rule, ...] = (
     *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN
-RULES_WITH_LAYOUT = (*train.RULES_WITH_LAYOUT, *parallel.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
+RULES_WITH_LAYOUT = (
+    *train.RULES_WITH_LAYOUT,
+    *parallel.RULES_WITH_LAYOUT,
+    *messages.RULES_WITH_LAYOUT,
+    *context.RULES_WITH_LAYOUT,
+)
 
 
 def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
