@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -194,6 +194,7 @@ class GpuOfFile:
     host_gb_s: float | None = None
     architecture: str | None = None
     watts: float | None = None
+    sms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def _gpu_of_file(path: str, given: str | GpuOfFile, problems: list[Problem]) -> 
     figures = {field.name: getattr(section, field.name) for field in fields(Gpu)}
     own: dict[str, Any] = {name: value for name, value in figures.items() if value is not None}
     if section.like is None:
-        missing = [field.name for field in fields(Gpu) if field.name not in own]
+        missing = [field.name for field in fields(Gpu) if field.default is MISSING and field.name not in own]
         if missing:
             words = f"without `like`, and without {', '.join(missing)}"
             problems.append(Problem(f"{path}: gpu", words, f"add them, or `like: H100` (one of {', '.join(GPUS)})"))
