@@ -1,7 +1,7 @@
 """Parameter synchronisation in four steps (MegaScale-MoE, appendix A.1) against one collective over all ranks.
 
 The same model, batches and steps under ``param_sync: direct`` and ``hierarchical``: losses, gradients as the optimizer
-gets them, moments and main weights in float64 within 1e-9; and bytes of every link against the paper's formula.
+gets them, gathered and main weights in float64 within 1e-9; and bytes of every link against the paper's formula.
 """
 
 from __future__ import annotations
