@@ -10,7 +10,8 @@ from moefold.blueprint.flops import executed_flops_per_token, forward_flops_per_
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.hardware.cluster import GPUS, peak_flops
+from moefold.errors import UnknownNameError
+from moefold.hardware.cluster import GPUS, gpu_named, peak_flops
 from moefold.recipes.catalog import recipe
 
 # GFLOP per token at 4,096 tokens, as published runs imply; DeepSeek-V3 without multi-token prediction.
@@ -126,3 +127,9 @@ def test_peaks_by_device_name(device: str, tflops: float | None) -> None:
 def test_peaks_are_those_of_bfloat16() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
     assert all(100 < gpu.bf16_tflops < 3000 for gpu in GPUS.values())
+
+
+def test_gpus_have_names_in_any_case() -> None:
+    assert all(gpu_named(name.lower()) is gpu and gpu_named(name.upper()) is gpu for name, gpu in GPUS.items())
+    with pytest.raises(UnknownNameError, match="H100"):
+        gpu_named("h10")

@@ -94,10 +94,15 @@ _ALL = (
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
 
 
+_BY_LOWER_CASE: Mapping[str, Gpu] = MappingProxyType({gpu.name.lower(): gpu for gpu in _ALL})
+
+
 def gpu_named(name: str) -> Gpu:
-    if name not in GPUS:
+    """In any case: h100 is H100."""
+    found = _BY_LOWER_CASE.get(name.lower())
+    if found is None:
         raise UnknownNameError("gpu", name, GPUS)
-    return GPUS[name]
+    return found
 
 
 # ---- the peak of a device by the name that torch gives it ----
