@@ -13,10 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import moefold
-from moefold.plan.launch_command import changes_to_run
+from moefold.plan.launch_command import changes_to_run, with_stages
 from moefold.plan.published.points import nearest_record, read_records, record_words
 from moefold.plan.published.records import Record
-from moefold.plan.search.proposal import with_stages
 
 FILE = Path(moefold.__file__).parent / "recipes" / "tuned_layouts.json"
 CLUSTERS = {

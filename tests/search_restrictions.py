@@ -19,14 +19,15 @@ from itertools import product
 
 from moefold.config.loading import override
 from moefold.hardware.cluster import cluster_of
+from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.memory.peak import predict_memory, usable_bytes
-from moefold.plan.search.candidates import LayoutChoice, described, limits_of, why_illegal, workload_of_choice
+from moefold.plan.search.candidates import described, why_illegal, workload_of_choice
 from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.proposal import with_framework
 from moefold.plan.search.search import NothingFitsError, search
-from moefold.plan.search.space import CHOICES, Space, usual_space
+from moefold.plan.search.space import CHOICES, LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import FrameworkName, Workload, workload_of_run
+from moefold.plan.workload import Workload, workload_of_run
 from moefold.recipes.catalog import recipe
 
 HEADROOM = 0.05

@@ -15,9 +15,9 @@ import pytest
 
 from moefold.plan.predict import predict
 from moefold.plan.published.records import workload_of_record
-from moefold.plan.search.candidates import choice_of_workload, described, limits_of, why_illegal
+from moefold.plan.search.candidates import choice_of_workload, described, why_illegal
 from moefold.plan.search.search import search
-from moefold.plan.search.space import usual_space
+from moefold.plan.search.space import limits_of, usual_space
 from moefold.plan.workload import Workload
 
 FOLDER = os.environ.get("MOEFOLD_PUBLISHED", "")

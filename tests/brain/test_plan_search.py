@@ -19,17 +19,10 @@ from moefold.plan.launch_command import beyond_moefold, changes_to_run
 from moefold.plan.memory.peak import bytes_up_to, predict_memory
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import cheapest_savings
-from moefold.plan.search.candidates import (
-    LayoutChoice,
-    choice_of_workload,
-    described,
-    limits_of,
-    why_illegal,
-    workload_of_choice,
-)
+from moefold.plan.search.candidates import choice_of_workload, described, why_illegal, workload_of_choice
 from moefold.plan.search.enumeration import layouts, neighbours, worthwhile_stages
 from moefold.plan.search.search import NothingFitsError, pareto, search
-from moefold.plan.search.space import Space, narrowed, usual_space
+from moefold.plan.search.space import LayoutChoice, Space, limits_of, narrowed, usual_space
 from moefold.plan.workload import Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
 

@@ -11,14 +11,14 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine, read_cluster
 from moefold.hardware.machine import over_link, read_machine
-from moefold.plan.launch_command import changes_to_run
+from moefold.plan.framework_rules import FrameworkName
+from moefold.plan.launch_command import changes_to_run, with_stages
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.report.plan_page import page
 from moefold.plan.report.proposal_report import layout_data, proposal_data
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
-from moefold.plan.search.proposal import Proposal, Question, propose, with_stages
+from moefold.plan.search.proposal import Proposal, Question, propose
 from moefold.plan.search.search import Progress
-from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES
 
 

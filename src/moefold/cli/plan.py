@@ -32,7 +32,9 @@ EXAMPLES = """examples:
 --framework moefold searches layouts that moefold can train; --framework megatron also options of other frameworks: FP8
 GEMMs, DeepEP-class dispatchers, CUDA graphs. Options to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (per
 microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate, savings,
-clones (of hot experts, slots of a rank), dense_order and expert_order (which axes have neighbouring ranks).
+clones (of hot experts, slots of a rank), dense_order and expert_order (which axes have neighbouring ranks). Layouts
+that the framework's own validator refuses are never proposed: that of every release whose rules are known, or of one:
+--framework megatron@0.19.1.
 Exits with 0 when the layout fits, 1 when it does not, 2 when the command is wrong or nothing fits."""
 
 
@@ -76,9 +78,9 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (the run's)")
     parser.add_argument(
         "--framework",
-        choices=("moefold", "megatron", "fsdp2"),
+        metavar="NAME[@RELEASE]",
         default="moefold",
-        help="whose options to search (moefold)",
+        help="whose options to search: moefold, megatron, fsdp2 (torchtitan), or megatron@0.19.1 (moefold)",
     )
     parser.add_argument(
         "--fix", default="", metavar="OPTIONS", help="pin options: tp=1,ep=32,64,recompute=mla_up+norms"
@@ -185,10 +187,12 @@ def question_of(args: argparse.Namespace) -> Any:
     """The question to the planner; raises with every problem of the options."""
     from moefold.api.plans import cluster_for
     from moefold.api.runs import load_run
+    from moefold.plan.framework_rules import named_release
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
     named, asked = load_run(args.name), load_run(args.name, args.changes)
+    framework, release = named_release(args.framework)
     fit = None if args.fit is None else parse_bytes(args.fit)
     if args.gpu is not None and args.cluster is not None:
         raise ConfigError(Problem("gpu", f"is {args.gpu}, and {args.cluster} names one too", "leave one of them out"))
@@ -213,7 +217,8 @@ def question_of(args: argparse.Namespace) -> Any:
         cluster=cluster,
         named=named,
         dotted=_dotted(args.changes),
-        framework=args.framework,
+        framework=framework,
+        release=release,
         fixed=args.fix,
         recipes=args.recipes,
         searching=not args.no_search,

@@ -35,9 +35,8 @@ from moefold.config.moe import MoEConfig
 from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
-from moefold.plan.expert_messages import Tally, expert_messages, tokens_of
+from moefold.plan.expert_messages import Tally, expert_messages, tokens_of, tp_gather, tp_reduce
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
-from moefold.plan.tensor_messages import tp_gather, tp_reduce
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import FoldedLayout, GridName, fold

@@ -2,18 +2,27 @@
 
 A workload has a run, so the command is the keys in which that run differs from the one the user named. Where the
 planned framework is another one, its run may have values that this trainer lacks (`checks/planned_only.py`): those are
-listed by `beyond_moefold`, and the command is that of the nearest run without them.
+listed by `beyond_moefold`, and the command is that of the nearest run without them. `settings_of` is a layout in the
+words of that other framework, for its rules (`plan/framework_rules.py`).
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
+from moefold.blueprint.model_shape import shape_of
+from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.checks.planned_only import PLANNED_ONLY, planned_only
+from moefold.config.memory import Recomputed
+from moefold.config.precision import Graphs, GraphScope
 from moefold.config.run import RunConfig
+from moefold.plan.framework_rules import Settings
 from moefold.plan.memory.saving_steps import DEFAULTS
-from moefold.plan.workload import Workload
+from moefold.plan.search.space import LayoutChoice, Limits, Recompute
+from moefold.plan.stage_contents import contents_of, written_stages
+from moefold.plan.workload import PlannedFormat, Workload, changed
 from moefold.schedule.names import SCHEDULES
 
 # Keys that a plan may set, in the order in which a command lists them.
@@ -80,6 +89,27 @@ def changes_to_run(workload: Workload, run: RunConfig) -> dict[str, str]:
     return changes
 
 
+def with_stages(workload: Workload) -> Workload:
+    """Stages written out, where the trainer would divide layers otherwise."""
+    num_stages = workload.parallel.pp * workload.parallel.vpp
+    if workload.parallel.stages is not None or num_stages == 1:
+        return workload
+    planned = stage_string(workload)
+    if planned == print_stages(balanced_stages(shape_of(workload.run.model), num_stages)):
+        return workload
+    return changed(workload, parallel={"stages": planned})
+
+
+def stage_string(workload: Workload) -> str:
+    """The layers of every stage as the prediction distributed them."""
+    stages = contents_of(workload.model, workload.parallel.pp * workload.parallel.vpp, written_stages(workload))
+    letters = "|".join(
+        "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
+        for stage in stages
+    )
+    return print_stages(parse_stages(letters, len(workload.model.layers), workload.model.mtp))
+
+
 def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> list[str]:
     """What to type once per node, in pieces that belong together. ``name`` is the run's recipe or file."""
     cluster = workload.cluster
@@ -115,3 +145,113 @@ def _value_at(run: RunConfig, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+# ---- a layout in another framework's words ----
+
+GRAPHED: tuple[GraphScope, ...] = ("attn", "moe_router", "moe_preprocess")
+_MEGATRON_MODULES: dict[Recomputed, str] = {
+    "norms": "layernorm",
+    "activation": "moe_act",
+    "experts": "moe",
+    "feed_forward": "mlp",
+    "mla_up": "mla_up_proj",
+    "core_attention": "core_attn",
+    "attention": "attention",
+}
+_MEGATRON_FP8: dict[PlannedFormat, str] = {
+    "fp8_tensor": "tensorwise",
+    "fp8_delayed": "delayed",
+    "fp8_blockwise": "blockwise",
+    "fp8_rowwise": "rowwise",
+    "mxfp8": "mxfp8",
+}
+_MEGATRON_GRAPHS: dict[Graphs, str] = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
+_TORCHTITAN_FORMATS: dict[PlannedFormat, str] = {
+    "bfloat16": "none",
+    "float16": "none",
+    "float32": "none",
+    "fp8_rowwise": "float8_rowwise",
+    "mxfp8": "mxfp8",
+}
+# Per-operator selective checkpointing keeps matmuls and computes the rest again.
+_SELECTIVE: Recompute = frozenset({"norms", "activation"})
+
+
+def settings_of(choice: LayoutChoice, limits: Limits) -> Settings:
+    """The candidate as settings of the framework, by the names that it has for them."""
+    if limits.framework == "megatron":
+        return _megatron_settings(choice, limits)
+    return _torchtitan_settings(choice, limits) if limits.framework == "fsdp2" else {}
+
+
+def _megatron_settings(choice: LayoutChoice, limits: Limits) -> dict[str, object]:
+    flex = choice.dispatcher in ("deepep", "hybridep")
+    modules = tuple(_MEGATRON_MODULES[part] for part in get_args(Recomputed) if part in choice.recompute - {"full"})
+    granularity = "full" if "full" in choice.recompute else "selective" if modules else None
+    scopes = GRAPHED if limits.moe else ("attn",)
+    return {
+        "tensor_model_parallel_size": choice.tp,
+        "context_parallel_size": choice.cp,
+        "pipeline_model_parallel_size": choice.pp,
+        "virtual_pipeline_model_parallel_size": choice.vpp if choice.vpp > 1 else None,
+        "expert_model_parallel_size": choice.ep,
+        "expert_tensor_parallel_size": choice.etp,
+        "sequence_parallel": choice.tp > 1,
+        "num_moe_experts": limits.experts if limits.moe else None,
+        "moe_token_dispatcher_type": "flex"
+        if flex
+        else "allgather"
+        if choice.dispatcher == "all_gather"
+        else "alltoall",
+        "moe_flex_dispatcher_backend": choice.dispatcher if flex else None,
+        "moe_expert_capacity_factor": 1.0 if limits.drops else None,
+        "moe_pad_expert_input_to_capacity": limits.drops and choice.graphs != "none",
+        "moe_paged_stash": choice.graphs == "full" and limits.moe and not limits.drops,
+        "overlap_moe_expert_parallel_comm": choice.ep_overlap,
+        "delay_wgrad_compute": choice.delay_wgrad,
+        "recompute_granularity": granularity,
+        "recompute_modules": modules,
+        "cuda_graph_impl": _MEGATRON_GRAPHS[choice.graphs],
+        "cuda_graph_modules": scopes if choice.graphs == "partial" else (),
+        "bf16": choice.format not in ("float16", "float32"),
+        "fp16": choice.format == "float16",
+        "fp8": "e4m3" if choice.format in _MEGATRON_FP8 else None,
+        "fp8_recipe": _MEGATRON_FP8.get(choice.format),
+        "fp4": "e2m1" if choice.format == "nvfp4" else None,
+        "mtp_num_layers": limits.mtp or None,
+        "multi_latent_attention": limits.latent,
+        "use_megatron_fsdp": choice.sharding == "fsdp",
+        "use_distributed_optimizer": choice.sharding in ("zero1", "fsdp"),
+    }
+
+
+def _torchtitan_settings(choice: LayoutChoice, limits: Limits) -> dict[str, object]:
+    replicas = limits.world // (choice.tp * choice.cp * choice.pp)
+    shards = replicas // choice.replicate
+    kept: dict[Recompute, str] = {frozenset(): "none", _SELECTIVE: "selective", frozenset({"full"}): "full"}
+    backends = {"local": "standard", "all_to_all": "standard"}
+    return {
+        "tensor_parallel_degree": choice.tp,
+        "context_parallel_degree": choice.cp,
+        "pipeline_parallel_degree": choice.pp,
+        "pipeline_parallel_schedule": "1F1B" if choice.vpp == 1 else "Interleaved1F1B",
+        "stages_per_rank": choice.vpp,
+        "expert_parallel_degree": choice.ep,
+        "expert_tensor_parallel_degree": choice.etp,
+        "data_parallel_replicate_degree": choice.replicate,
+        "data_parallel_shard_degree": shards,
+        "ranks_beyond_mesh": limits.world - shards * choice.replicate * choice.tp * choice.cp * choice.pp,
+        "ranks_beyond_ep": shards * choice.cp * choice.tp % choice.ep,
+        "uneven_tokens": limits.seq_len % (choice.tp * (2 * choice.cp if choice.cp > 1 else 1)),
+        "ep_overlap": choice.ep_overlap,
+        "delay_wgrad": choice.delay_wgrad,
+        "comm_backend": backends.get(choice.dispatcher, choice.dispatcher),
+        "activation_checkpoint": kept.get(choice.recompute, "other"),
+        "quantization": _TORCHTITAN_FORMATS.get(choice.format, choice.format),
+        "training_dtype": choice.format,
+        "sharding": choice.sharding,
+        "cuda_graphs": choice.graphs,
+        "tied": limits.tied,
+        "mtp": limits.mtp > 0,
+    }

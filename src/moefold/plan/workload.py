@@ -31,6 +31,7 @@ from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
 from moefold.plan.clone_loads import Cloned, EchoSizes, cloned
 from moefold.plan.dispatch_choice import PlannedDispatcher, planned_as
+from moefold.plan.framework_rules import FrameworkName
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -44,8 +45,6 @@ MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32"
 _ALL_KEPT = RetainConfig()
 # Moments in float8 have an exponent of one byte per block of so many values.
 MOMENT_SCALE, MOMENT_BLOCK = 1, 128
-# Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
-FrameworkName = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Framework:
     """Who runs the work, and what that code does that no configuration key says."""
 
     name: FrameworkName = "moefold"
+    # The release whose rules hold (`plan/framework_rules.py`); "": those of all releases that were read.
+    release: str = ""
     # The year and month of the framework, as a float (2025.5); kernels get better with time. 0 is not known.
     date: float = 0.0
     # torch.compile or another compiler fuses elementwise work.

@@ -25,8 +25,9 @@ from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster, Network, gpu_named
 from moefold.plan.dispatch_choice import OwnDispatcher
+from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.published.record_model import nearest_config, shape_of_record
-from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload
 
 Record = Mapping[str, Any]
 

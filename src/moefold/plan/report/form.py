@@ -14,9 +14,9 @@ from math import isfinite
 
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import GPUS, Cluster, cluster_of
+from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.search.proposal import Question, headroom_of
 from moefold.plan.search.space import pinned
-from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES, recipe
 
 ANY = "any"
@@ -120,6 +120,7 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
             nic_gb_s=numbers.get("nic", first.cluster.nic_gb_s),
         ),
         framework=next(framework for framework in _FRAMEWORKS if framework == values.get("framework", first.framework)),
+        release=first.release if values.get("framework", first.framework) == first.framework else "",
         fixed=",".join(f"{choice}={value}" for choice, value in pins.items()),
         imbalance=numbers.get("imbalance", first.imbalance),
         headroom=first.headroom if numbers.get("headroom", shown) == shown else numbers["headroom"],

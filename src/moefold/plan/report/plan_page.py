@@ -84,7 +84,8 @@ def _why(proposal: Proposal) -> str:
     if proposal.own_problem:
         paragraphs.append(f'<p class="warn">Your own layout cannot be: {escape(proposal.own_problem)}</p>')
     if proposal.beyond:
-        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}. The nearest run that it can start:"
+        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}."
+        words += " The nearest run that it can start:" if proposal.command else ""
     else:
         words = "To start it, on every node:"
     command = f'<p>{escape(words)}</p><pre class="command">{escape(folded(proposal.command, 110))}</pre>'

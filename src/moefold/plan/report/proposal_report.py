@@ -201,7 +201,8 @@ def cost_words(proposal: Proposal) -> str:
 def _command(proposal: Proposal) -> Iterator[RenderableType]:
     yield Text()
     if proposal.beyond:
-        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}. The nearest run that it can start:"
+        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}."
+        words += " The nearest run that it can start:" if proposal.command else ""
         yield Padding(Text(words, style="yellow"), (0, 0, 0, 1))
     yield Padding(Text(folded(proposal.command, _COMMAND), style="bold"), (0, 0, 0, 1))
 

@@ -2,115 +2,37 @@
 
 Legality is divisibility, by the rules of `checks` applied to shapes instead of runs: heads over tp, experts over ep,
 experts' hidden dims over etp, the batch over microbatches and data-parallel ranks, the two grids over the same ranks,
-and a schedule that exists. `why_illegal` gives the rule in words, so that a search that finds nothing can say why.
+and a schedule that exists; and what a framework's own validator refuses (`plan/framework_rules.py`), for which a
+candidate is written in that framework's words (`plan/launch_command.py`). `why_illegal` gives the rule in words, so
+that a search that finds nothing can say why. It is the one gate: every candidate passes it again before it is timed,
+however it was made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
-from typing import NamedTuple, get_args
+from typing import get_args
 
-from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.memory import MemoryConfig, Recomputed
-from moefold.config.parallel import EchoConfig, Overlap, ParallelConfig, RankOrderConfig, Sharding
-from moefold.config.precision import Graphs, GraphScope, KernelsConfig
+from moefold.config.parallel import EchoConfig, Overlap, ParallelConfig, RankOrderConfig
+from moefold.config.precision import Graphs, KernelsConfig
 from moefold.plan.echo_cost import least_rows
-from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
-from moefold.plan.search.space import Recompute, Space, sequences_of
+from moefold.plan.framework_rules import refusal
+from moefold.plan.launch_command import GRAPHED, settings_of
+from moefold.plan.memory.saving_steps import NONE, savings_of, why_no_savings, with_savings
+from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space, limits_of
 from moefold.plan.timing.throughput import SATURATING_SMS
 from moefold.plan.traffic import reach_along
-from moefold.plan.workload import Dispatcher, Framework, FrameworkName, PlannedFormat, Workload, in_format
+from moefold.plan.workload import Framework, Workload, in_format
 from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS, fold, ranks_inside
 
 # Where several orders would do, the first of these is meant.
 _ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
-_GRAPHED: tuple[GraphScope, ...] = ("attn", "moe_router", "moe_preprocess")
 # Grouped GEMMs read rows in pieces of this many elements of two bytes.
 _ROW = 8
-
-
-class LayoutChoice(NamedTuple):
-    """One value for every choice of a `Space`; the order of microbatches follows from them."""
-
-    tp: int
-    cp: int
-    pp: int
-    vpp: int
-    ep: int
-    etp: int
-    sequences: int
-    format: PlannedFormat
-    dispatcher: Dispatcher
-    ep_overlap: bool
-    delay_wgrad: bool
-    recompute: Recompute
-    graphs: Graphs
-    sharding: Sharding
-    replicate: int
-    savings: Savings = NONE
-    # Spare slots of `parallel.echo`; 0: no clones.
-    clones: int = 0
-    # Of `parallel.rank_order`.
-    dense_order: str = DENSE_ORDERS[0]
-    expert_order: str = EXPERT_ORDERS[0]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What candidates of one question must divide."""
-
-    world: int
-    sequences: int
-    seq_len: int
-    depth: int
-    # Every size that tensor parallelism cuts, with its name.
-    over_tp: tuple[tuple[int, str], ...]
-    experts: int
-    expert_hidden_dims: tuple[int, ...]
-    framework: FrameworkName
-    # moefold's own rules, on top of those of every framework.
-    ours: bool
-    # Attention has latents, from which queries, keys and values can be made again.
-    latent: bool
-    # Linear attention, whose documents are not cut.
-    linear: bool
-    # The framework shards parameters as a matter of course.
-    shards: bool
-    domain: int
-
-
-def limits_of(workload: Workload) -> Limits:
-    model = workload.model
-    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)}
-    feeds = {layer.feed for layer in model.layers}
-    ours = workload.is_own
-    sizes = {(mixer.heads, "heads") for mixer in mixers}
-    sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
-    linear = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaNet)}
-    sizes |= {(mixer.groups, "key heads of linear attention") for mixer in linear}
-    sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
-    moe_parts = [feed for feed in feeds if isinstance(feed, MoE)]
-    sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in moe_parts}
-    # Other frameworks fill the vocabulary up to a multiple.
-    sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
-    return Limits(
-        world=workload.cluster.num_gpus,
-        sequences=sequences_of(workload),
-        seq_len=workload.run.data.seq_len,
-        depth=len(model.layers) + model.mtp,
-        over_tp=tuple(sorted(sizes)),
-        experts=min((feed.experts for feed in moe_parts), default=1),
-        expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
-        framework=workload.framework.name,
-        ours=ours,
-        latent=any(mixer.is_latent for mixer in mixers),
-        linear=bool(linear),
-        shards=workload.framework.name in ("moefold", "fsdp2", "jax"),
-        domain=workload.cluster.usable_domain,
-    )
 
 
 def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
@@ -168,6 +90,8 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
             return "fsdp with a pipeline gathers weights for every microbatch"
         if choice.vpp > 1 and (reason := _why_no_rounds(choice, limits)):
             return reason
+        if reason := _why_refused(_told_apart(choice, limits), limits):
+            return reason
     if choice.ep_overlap and choice.ep * choice.etp == 1:
         return "there is no dispatch to overlap"
     if choice.clones and (reason := _why_no_clones(choice, limits)):
@@ -194,6 +118,27 @@ def microbatch_group(pp: int, microbatches: int) -> int | None:
     group = -(-microbatches // (microbatches // pp))
     rest = microbatches % group
     return group if rest == 0 or rest >= pp else None
+
+
+@lru_cache(maxsize=65536)
+def _why_refused(choice: LayoutChoice, limits: Limits) -> str | None:
+    return refusal(limits.framework, settings_of(choice, limits), limits.release)
+
+
+def _told_apart(choice: LayoutChoice, limits: Limits) -> LayoutChoice:
+    """Without what no rule asks for, so that few are judged: Megatron's only ask which sizes are more than one."""
+    if limits.framework != "megatron":
+        return choice._replace(sequences=1, savings=NONE)
+    pp, vpp, ep = min(choice.pp, 2), min(choice.vpp, 2), min(choice.ep, 2)
+    return choice._replace(
+        tp=1, cp=1, pp=pp, vpp=vpp, ep=ep, etp=1, sequences=1, replicate=1, sharding="zero1", savings=NONE
+    )
+
+
+def why_not_started(workload: Workload) -> str | None:
+    """The rule of its framework that this workload breaks, whoever made it; None if there is none."""
+    framework, limits = workload.framework, limits_of(workload)
+    return refusal(framework.name, settings_of(choice_of_workload(workload), limits), framework.release)
 
 
 def _why_no_clones(choice: LayoutChoice, limits: Limits) -> str | None:
@@ -340,7 +285,7 @@ def _launching(framework: Framework, graphs: Graphs, is_moe: bool) -> Framework:
 
 @lru_cache(maxsize=256)
 def _launched(kernels: KernelsConfig, graphs: Graphs) -> KernelsConfig:
-    return replace(kernels, graphs=graphs, graph_scope=_GRAPHED if graphs == "partial" else kernels.graph_scope)
+    return replace(kernels, graphs=graphs, graph_scope=GRAPHED if graphs == "partial" else kernels.graph_scope)
 
 
 def choice_of_workload(workload: Workload) -> LayoutChoice:

@@ -31,9 +31,9 @@ from moefold.plan.memory.saving_steps import (
     savings_of,
     why_no_savings,
 )
-from moefold.plan.search.candidates import LayoutChoice, Limits, described, why_illegal, workload_of_choice
-from moefold.plan.search.enumeration import first_choice
-from moefold.plan.search.space import Recompute, Space
+from moefold.plan.search.candidates import described, why_illegal, workload_of_choice
+from moefold.plan.search.enumeration import first_choice, milestones
+from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
 from moefold.units import format_bytes
@@ -173,7 +173,7 @@ class Predictions:
         self.best = inf
         self._seconds: dict[LayoutChoice, float] = {}
         self._last: tuple[LayoutChoice, Workload] | None = None
-        self.milestones = _milestones(space.recompute)
+        self.milestones = milestones(space.recompute)
         self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
         # How many savings the last layout needed: the next one needs about as many.
         self._likely: dict[tuple[Sharding, int], int] = {}
@@ -209,9 +209,14 @@ class Predictions:
             self.held[choice] = bytes_up_to(self.workload(choice), self.capacity)
         return self.held[choice] <= self.capacity
 
+    def is_legal(self, choice: LayoutChoice) -> bool:
+        return why_illegal(choice, self.limits, self.space) is None
+
     def time(self, choice: LayoutChoice, within: float = inf) -> Candidate | None:
-        """None if it takes longer than ``within``, or does not fit."""
+        """None if it is illegal, takes longer than ``within``, or does not fit."""
         if choice not in self.timed:
+            if not self.is_legal(choice):
+                return None
             seconds = self.seconds(choice)
             if seconds > within or seconds == inf or not self.fits(choice):
                 return None
@@ -232,7 +237,7 @@ class Predictions:
         return self._lightest[bare]
 
     def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
-        if self.fits(bare):
+        if self.is_legal(bare) and self.fits(bare):
             return self.time(bare)
         steps = self.steps_by_price(bare)
         exact = tuple(step for step in steps if step.exact)
@@ -243,8 +248,8 @@ class Predictions:
                 phases += [self.milestones[-1], _ATTENTION]
             starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
             return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
-        found = self._with_phases(bare)
-        return found or self._with_savings(bare._replace(recompute=self.milestones[-1]), steps)
+        most = bare._replace(recompute=self.milestones[-1])
+        return self._with_phases(bare) or (self._with_savings(most, steps) if self.is_legal(most) else None)
 
     def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
         found = (self._with_savings(start, steps) for start in starts)
@@ -253,18 +258,17 @@ class Predictions:
     def _with_phases(self, choice: LayoutChoice) -> Candidate | None:
         """The recompute set that is cheapest among those that fit."""
         sets = (choice._replace(recompute=recompute) for recompute in self.milestones)
-        legal = [made for made in sets if why_illegal(made, self.limits, self.space) is None]
+        legal = [made for made in sets if self.is_legal(made)]
         if not legal or not self.fits(legal[-1]):
-            return self._with_other_phases(choice)
+            return self._with_other_phases(choice, legal[-1].recompute if legal else frozenset())
         return self.time(next(made for made in legal if self.fits(made)))
 
-    def _with_other_phases(self, choice: LayoutChoice) -> Candidate | None:
-        """Where the most that is recomputed does not suffice: of sets that are no part of it the first that fits."""
-        most = self.milestones[-1]
+    def _with_other_phases(self, choice: LayoutChoice, most: Recompute) -> Candidate | None:
+        """Where the most of these does not suffice: of sets that are no part of it the first that fits."""
         others = [each for each in self.space.recompute if not (each <= most or "full" in most)]
         for recompute in others:
             made = choice._replace(recompute=recompute)
-            if why_illegal(made, self.limits, self.space) is None and self.fits(made):
+            if self.is_legal(made) and self.fits(made):
                 return self.time(made)
         return None
 
@@ -350,12 +354,3 @@ def _grids(start: LayoutChoice, space: Space) -> Iterator[LayoutChoice]:
         for tp in space.tp:
             for ep in space.ep:
                 yield start._replace(pp=pp, tp=tp, ep=ep)
-
-
-def _milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """A few sets from nothing to everything, each holding the one before where there is such a one."""
-    kept = [sets[0]]
-    for each in sets[1:]:
-        if each > kept[-1]:
-            kept.append(each)
-    return tuple(dict.fromkeys((*kept, sets[-1])))

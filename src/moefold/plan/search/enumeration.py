@@ -7,12 +7,12 @@ one choice, or in one and what must follow it. All of them are legal (`plan/sear
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from moefold.config.parallel import Sharding
-from moefold.plan.search.candidates import LayoutChoice, Limits, dense_sizes, expert_sizes, why_illegal
-from moefold.plan.search.space import Space
+from moefold.plan.search.candidates import dense_sizes, expert_sizes, why_illegal
+from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
 from moefold.plan.workload import Dispatcher
 
 # Tokens of a sequence that one rank can well hold.
@@ -60,8 +60,11 @@ def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layo
                         delay_wgrad=delay,
                         sharding=sharding,
                     )
-                    if why_illegal(made, limits, space) is None:
-                        yield made
+                    # Frameworks refuse some dispatchers and phases, which may be pinned, beside their first graphs.
+                    for graphs in dict.fromkeys((made.graphs, space.graphs[-1])):
+                        if why_illegal(made._replace(graphs=graphs), limits, space) is None:
+                            yield made._replace(graphs=graphs)
+                            break
 
 
 def _usual_shardings(choice: LayoutChoice, limits: Limits, space: Space) -> tuple[Sharding, ...]:
@@ -139,3 +142,12 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for overlap in space.ep_overlap:
         for delay in space.delay_wgrad:
             yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)
+
+
+def milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:
+    """A few sets from nothing to everything, each holding the one before where there is such a one."""
+    kept = [sets[0]]
+    for each in sets[1:]:
+        if each > kept[-1]:
+            kept.append(each)
+    return tuple(dict.fromkeys((*kept, sets[-1])))

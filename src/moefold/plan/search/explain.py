@@ -12,8 +12,9 @@ from moefold.config.parallel import RankOrderConfig
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saving_steps import is_trained, saving, savings_of
 from moefold.plan.prediction import Prediction, Wall
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
+from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.cheapest_savings import SwitchedOn
+from moefold.plan.search.space import LayoutChoice
 from moefold.plan.search.what_if import Answer, BatchAdvice
 from moefold.plan.timing.layer_time import shards_by_layer
 from moefold.plan.timing.step_time import predict_time

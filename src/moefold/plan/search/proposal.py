@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.param_counts import count_parameters
-from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.checks.run_all import RULES_TO_TRAIN, problems
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import Problem, ProblemsError
 from moefold.hardware.cluster import Cluster
-from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words
+from moefold.plan.framework_rules import FrameworkName
+from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words, with_stages
 from moefold.plan.memory.saving_steps import savings, savings_of
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, microbatch_group
+from moefold.plan.search.candidates import choice_of_workload, microbatch_group, why_not_started
 from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
 from moefold.plan.search.explain import (
     alike_words,
@@ -45,11 +45,10 @@ from moefold.plan.search.goodput import (
     goodput,
 )
 from moefold.plan.search.search import ALIKE, NothingFitsError, Progress, Result, anything_fits, search, tighter
-from moefold.plan.search.space import narrowed, usual_space
+from moefold.plan.search.space import LayoutChoice, narrowed, usual_space
 from moefold.plan.search.what_if import Answer, BatchAdvice, answers, better_batch
-from moefold.plan.stage_contents import contents_of, written_stages
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload, changed, workload_of_run
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed, workload_of_run
 from moefold.units import format_bytes
 
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
@@ -77,6 +76,8 @@ class Question:
     named: RunConfig | None = None
     dotted: Mapping[str, str] = field(default_factory=dict)
     framework: FrameworkName = "moefold"
+    # Of the framework: "" is every release whose rules are known (`plan/framework_rules.py`).
+    release: str = ""
     fixed: str = ""
     # Whether the search also chooses a precision recipe.
     recipes: bool = False
@@ -123,7 +124,7 @@ class Proposal:
     sharding: str
     # "Why this layout", one paragraph each.
     reasons: tuple[str, ...]
-    # What starts it, in pieces to be folded into lines.
+    # What starts it, in pieces to be folded into lines; none where moefold has no run that is near.
     command: tuple[str, ...]
     # What moefold cannot do of it.
     beyond: tuple[str, ...]
@@ -170,6 +171,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
     second = result.runner_up if result else None
     runner_up = predict(second.workload) if second else None
     asked = tuple(answers(chosen.workload))
+    command, beyond = _launch(chosen.workload, question)
     faults = _faults(question)
     found = goodput(faults)
     rate = chosen.tokens_per_second_per_gpu * question.cluster.num_gpus
@@ -190,8 +192,8 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked))
         + _memory_reasons(chosen, saved, sharding)
         + (_found_reasons(question, result, chosen, fastest or chosen, faster, batch) if result else ()),
-        command=command_for(chosen.workload, question),
-        beyond=tuple(beyond_moefold(chosen.workload)),
+        command=command,
+        beyond=beyond,
         faults=faults,
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
@@ -199,7 +201,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
 
 
 def _template(question: Question, own: Workload | None) -> Workload:
-    return own or with_framework(_without_layout(question), question.framework)
+    return own or with_framework(_without_layout(question), question.framework, question.release)
 
 
 def headroom_of(question: Question) -> float:
@@ -270,8 +272,24 @@ def _memory_reasons(chosen: Prediction, saved: Sequence[SwitchedOn], sharding: s
 
 def _freed(chosen: Prediction) -> Iterator[Freed]:
     for saving in savings(chosen.workload):
+        if why_not_started(saving.workload):
+            continue
         slower = predict_time(saving.workload).step_seconds / chosen.time.step_seconds - 1
         yield Freed(saving.name, saving.bytes, slower)
+
+
+def _launch(workload: Workload, question: Question) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The line that starts it, and what it lacks; no line where even the nearest run is one that `check` refuses."""
+    beyond = tuple(beyond_moefold(workload))
+    if beyond and not workload.is_own:
+        try:
+            nearest = override(question.run, changes_to_run(with_stages(workload), question.run))
+            refused = problems(nearest, question.cluster.num_gpus)
+        except ProblemsError as error:
+            refused = list(error.problems)
+        if refused:
+            return (), (*beyond, f"and the nearest run is none ({refused[0]})")
+    return command_for(workload, question), beyond
 
 
 def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
@@ -288,33 +306,12 @@ def _to_fill_in(run: RunConfig) -> Iterator[str]:
     return (f"--{path} {_PLACEHOLDERS[path]}" for path in missing)
 
 
-def with_stages(workload: Workload) -> Workload:
-    """Stages written out, where the trainer would divide layers otherwise."""
-    num_stages = workload.parallel.pp * workload.parallel.vpp
-    if workload.parallel.stages is not None or num_stages == 1:
-        return workload
-    planned = stage_string(workload)
-    if planned == print_stages(balanced_stages(shape_of(workload.run.model), num_stages)):
-        return workload
-    return changed(workload, parallel={"stages": planned})
-
-
-def stage_string(workload: Workload) -> str:
-    """The layers of every stage as the prediction distributed them."""
-    stages = contents_of(workload.model, workload.parallel.pp * workload.parallel.vpp, written_stages(workload))
-    letters = "|".join(
-        "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
-        for stage in stages
-    )
-    return print_stages(parse_stages(letters, len(workload.model.layers), workload.model.mtp))
-
-
 def _own(question: Question) -> tuple[Workload | None, ProblemsError | None]:
     try:
         workload = workload_of_run(question.run, question.cluster, question.imbalance)
     except ProblemsError as error:
         return None, error
-    return with_framework(workload, question.framework), None
+    return with_framework(workload, question.framework, question.release), None
 
 
 def _without_layout(question: Question) -> Workload:
@@ -324,7 +321,7 @@ def _without_layout(question: Question) -> Workload:
     return changed(run, parallel={**one, "stages": None}, data={"micro_batch": 1})
 
 
-def with_framework(workload: Workload, framework: FrameworkName) -> Workload:
+def with_framework(workload: Workload, framework: FrameworkName, release: str = "") -> Workload:
     """The same work under another framework, which keeps other things."""
     if framework == "moefold":
         return workload
@@ -333,7 +330,7 @@ def with_framework(workload: Workload, framework: FrameworkName) -> Workload:
     if not sharded:
         precision = replace(MEGATRON_PRECISION, compute=precision.compute, recipe=precision.recipe)
     return changed(
-        replace(workload, run=replace(workload.run, precision=precision), framework=Framework(framework)),
+        replace(workload, run=replace(workload.run, precision=precision), framework=Framework(framework, release)),
         parallel={"sharding": "fsdp" if sharded else "zero1", "dp_replicate": 1, "edp_replicate": 1},
     )
 
@@ -346,6 +343,9 @@ def _reasons(
     asked: Sequence[Answer],
 ) -> list[str]:
     paragraphs = [wall_words(chosen), what_would_move(chosen, asked)]
+    if (reason := why_not_started(chosen.workload)) is not None:
+        # Only a layout that was not searched.
+        paragraphs.append(f"This layout does not start: {reason}.")
     if runner_up is not None:
         paragraphs.append(versus(chosen, runner_up, "The runner-up"))
     if words := rank_order_words(chosen.workload):

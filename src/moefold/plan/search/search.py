@@ -21,10 +21,10 @@ from math import inf
 from typing import TypeVar
 
 from moefold.errors import MoefoldError
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal
+from moefold.plan.search.candidates import choice_of_workload, why_illegal
 from moefold.plan.search.cheapest_savings import Candidate, Predictions
 from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets
-from moefold.plan.search.space import Space, usual_space
+from moefold.plan.search.space import LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.workload import Workload
 
 Item = TypeVar("Item")
@@ -149,7 +149,8 @@ def anything_fits(template: Workload, space: Space, headroom: float, progress: P
     """Whether `search` would find a candidate; without looking for the best one."""
     looked = Predictions(template, limits_of(template), space, headroom)
     grids = _counted(list(layouts(looked.limits, space)), "more GPUs", progress or (lambda what, done, total: None))
-    return any(looked.lightest(start) is not None for grid in grids for start in _usual(grid))
+    starts = (start for grid in grids for start in _usual(grid))
+    return any((looked.lightest(start) or _leaner(looked, start, inf)) is not None for start in starts)
 
 
 def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -195,7 +196,10 @@ def _usual(grid: Sequence[LayoutChoice]) -> list[LayoutChoice]:
 
 
 def _leaner(looked: Predictions, start: LayoutChoice, within: float) -> Candidate | None:
-    """Where a grid does not fit with the first format and graphs: with what holds less. Ours has savings."""
+    """Where a grid does not fit with the first format and graphs: with what holds less. Ours has savings.
+
+    Frameworks refuse some savings beside graphs; beside overlapped dispatch too, but grids are also tried without it.
+    """
     if looked.limits.ours or looked.bound(start) > within:
         return None
     for format in looked.space.format:

@@ -1,4 +1,4 @@
-"""The search space as data: for every option the values it may take.
+"""The search space as data: for every option the values it may take, and a candidate, which has one of each.
 
 `usual_space` says what is worth trying for a framework, a GPU and a model; `narrowed` keeps what the user pinned:
 `tp=1,ep=32,64,recompute=mla_up+norms` leaves one value of tp, two of ep and one set of recomputed parts. Values stand
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
-from moefold.blueprint.model_shape import Attention, ModelShape, MoE
+from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, ModelShape, MoE
 from moefold.checks.parallel import COUNT_ROWS
 from moefold.config.memory import Recomputed, RecomputedPhase
 from moefold.config.parallel import Sharding
@@ -20,6 +20,7 @@ from moefold.config.precision import Graphs
 from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.plan.dispatch_choice import OwnDispatcher
+from moefold.plan.framework_rules import FrameworkName, refusal
 from moefold.plan.memory.saving_steps import DEFAULTS, NONE, Savings, is_trained, offered, savings_of
 from moefold.plan.workload import Dispatcher, PlannedFormat, Workload, changed
 from moefold.schedule.names import SCHEDULES
@@ -54,7 +55,7 @@ _LARGEST_TP, _MOST_SEQUENCES, _SHORTEST_SHARE = 8, 8, 1024
 
 @dataclass(frozen=True)
 class Space:
-    """Each field lists the values of one choice of `candidates.LayoutChoice`."""
+    """Each field lists the values of one choice of a `LayoutChoice`."""
 
     tp: tuple[int, ...]
     cp: tuple[int, ...]
@@ -86,6 +87,98 @@ class Space:
 CHOICES = tuple(field.name for field in fields(Space))
 
 
+class LayoutChoice(NamedTuple):
+    """One value for every choice of a `Space`; the order of microbatches follows from them."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    sequences: int
+    format: PlannedFormat
+    dispatcher: Dispatcher
+    ep_overlap: bool
+    delay_wgrad: bool
+    recompute: Recompute
+    graphs: Graphs
+    sharding: Sharding
+    replicate: int
+    savings: Savings = NONE
+    # Spare slots of `parallel.echo`; 0: no clones.
+    clones: int = 0
+    # Of `parallel.rank_order`.
+    dense_order: str = DENSE_ORDERS[0]
+    expert_order: str = EXPERT_ORDERS[0]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What candidates of one question must divide."""
+
+    world: int
+    sequences: int
+    seq_len: int
+    depth: int
+    # Every size that tensor parallelism cuts, with its name.
+    over_tp: tuple[tuple[int, str], ...]
+    experts: int
+    expert_hidden_dims: tuple[int, ...]
+    # moefold's own rules, on top of those of every framework.
+    ours: bool
+    # Attention has latents, from which queries, keys and values can be made again.
+    latent: bool
+    # Linear attention, whose documents are not cut.
+    linear: bool
+    # The framework shards parameters as a matter of course.
+    shards: bool
+    domain: int
+    framework: FrameworkName
+    release: str
+    # Numbers of MTP modules; whether head and embedding are one; tokens over capacity dropped; experts at all.
+    mtp: int
+    tied: bool
+    drops: bool
+    moe: bool
+
+
+def limits_of(workload: Workload) -> Limits:
+    model = workload.model
+    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)}
+    feeds = {layer.feed for layer in model.layers}
+    ours = workload.is_own
+    sizes = {(mixer.heads, "heads") for mixer in mixers}
+    sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
+    linear = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaNet)}
+    sizes |= {(mixer.groups, "key heads of linear attention") for mixer in linear}
+    sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
+    moe_parts = [feed for feed in feeds if isinstance(feed, MoE)]
+    sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in moe_parts}
+    # Other frameworks fill the vocabulary up to a multiple.
+    sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
+    return Limits(
+        world=workload.cluster.num_gpus,
+        sequences=sequences_of(workload),
+        seq_len=workload.run.data.seq_len,
+        depth=len(model.layers) + model.mtp,
+        over_tp=tuple(sorted(sizes)),
+        experts=min((feed.experts for feed in moe_parts), default=1),
+        expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
+        ours=ours,
+        latent=any(mixer.is_latent for mixer in mixers),
+        linear=bool(linear),
+        shards=workload.framework.name in ("moefold", "fsdp2", "jax"),
+        domain=workload.cluster.usable_domain,
+        framework=workload.framework.name,
+        release=workload.framework.release,
+        mtp=model.mtp,
+        tied=model.tied,
+        drops=workload.drops,
+        moe=model.is_moe,
+    )
+
+
 def usual_space(workload: Workload, recipes: bool = False) -> Space:
     """What is worth trying for this workload's framework, GPU, model and batch.
 
@@ -112,7 +205,7 @@ def usual_space(workload: Workload, recipes: bool = False) -> Space:
         ep_overlap=(True, False) if model.is_moe else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
-        graphs=("full", "partial", "none") if workload.framework.name == "megatron" else ("none",),
+        graphs=_graphs(workload),
         sharding=_shardings(workload, sharded),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
         savings=(savings_of(workload.run), *(step.entries for step in offered(flat))) if ours else (NONE,),
@@ -217,6 +310,19 @@ def _dispatchers(workload: Workload) -> tuple[Dispatcher, ...]:
     return ("deepep", "all_to_all")
 
 
+def _graphs(workload: Workload) -> tuple[Graphs, ...]:
+    """Megatron's; rows of experts have places in graphs of a whole step since the release that has pages for them."""
+    if workload.framework.name != "megatron":
+        return ("none",)
+    paged = {
+        "num_moe_experts": _experts(workload.model),
+        "moe_paged_stash": True,
+        "moe_flex_dispatcher_backend": "hybridep",
+    }
+    whole = not workload.model.is_moe or refusal("megatron", paged, workload.framework.release) is None
+    return ("full", "partial", "none") if whole else ("partial", "none")
+
+
 def _clones(workload: Workload) -> tuple[int, ...]:
     """Where some rank has more rows than the mean; capacities give no rank more."""
     skewed = workload.is_own and workload.model.is_moe and workload.imbalance > 1 and not workload.drops
@@ -244,6 +350,9 @@ def _formats(workload: Workload, recipes: bool) -> tuple[PlannedFormat, ...]:
     """Those of the GPU, and the one that was asked for."""
     architecture, asked = workload.cluster.gpu.architecture, workload.format
     usual = _FORMATS.get(architecture, ())
+    if usual and workload.framework.name == "fsdp2":
+        # torchtitan's: one scale per row.
+        usual = ("fp8_rowwise", *usual)
     if recipes and usual:
         usual = (*_FOUR_BITS.get(architecture, ()), *usual)
     if not workload.is_own:

@@ -16,9 +16,9 @@ from math import gcd
 
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal, workload_of_choice
+from moefold.plan.search.candidates import choice_of_workload, why_illegal, workload_of_choice
 from moefold.plan.search.search import coarse_best
-from moefold.plan.search.space import Space, usual_space
+from moefold.plan.search.space import LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.workload import Workload, changed
 
 _RACK, _NODE = 72, 8
