@@ -30,6 +30,7 @@ def written(path: Path, text: str) -> Path:
 
 def test_a_name_alone_is_the_usual_cluster(tmp_path: Path) -> None:
     assert read_cluster(written(tmp_path, "gpu: GB200\ngpus: 256\n")) == cluster_of("GB200", 256)
+    assert read_cluster(written(tmp_path, "gpu: gb200\ngpus: 256\n")) == cluster_of("GB200", 256)
 
 
 def test_what_differs_is_taken_and_the_rest_is_the_gpus(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_what_differs_is_taken_and_the_rest_is_the_gpus(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_differs_does_not_pass_for_its_namesake(tmp_path: Path) -> None:
-    cluster = read_cluster(written(tmp_path, "gpu: {like: H100, memory_gb: 94}\ngpus: 8\n"))
+    cluster = read_cluster(written(tmp_path, "gpu: {like: h100, memory_gb: 94}\ngpus: 8\n"))
     assert cluster.gpu.name == "H100 (own)"
 
 
@@ -51,6 +52,9 @@ def test_a_gpu_of_ones_own_has_every_figure(tmp_path: Path) -> None:
     section = "".join(f"  {name}: {getattr(usual, name)}\n" for name in vars(usual) if name != "name")
     cluster = read_cluster(written(tmp_path, f"gpus: 8\ngpu:\n  name: mine\n{section}"))
     assert cluster.gpu.name == "mine" and cluster.gpu.memory_gb == usual.memory_gb
+    # Only plans that ask for SMs need their number.
+    few = section.replace(f"  sms: {usual.sms}\n", "")
+    assert read_cluster(written(tmp_path, f"gpus: 8\ngpu:\n  name: mine\n{few}")).gpu.sms == 0
     with pytest.raises(ConfigError, match=r"gpu: without `like`, and without fp8_tflops"):
         read_cluster(written(tmp_path, "gpus: 8\ngpu: {name: mine, bf16_tflops: 100}\n"))
 

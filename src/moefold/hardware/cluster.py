@@ -92,8 +92,6 @@ _ALL = (
     Gpu("MI355X", 2300, 4600, 9200, 288, 8.0, 538, 8, 8, 50, 64, "cdna4", 1400),
 )
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
-
-
 _BY_LOWER_CASE: Mapping[str, Gpu] = MappingProxyType({gpu.name.lower(): gpu for gpu in _ALL})
 
 
@@ -267,19 +265,20 @@ def _gpu_of_file(path: str, given: str | GpuOfFile, problems: list[Problem]) -> 
     figures = {field.name: getattr(section, field.name) for field in fields(Gpu)}
     own: dict[str, Any] = {name: value for name, value in figures.items() if value is not None}
     if section.like is None:
-        missing = [field.name for field in fields(Gpu) if field.default is MISSING and field.name not in own]
+        missing = [field.name for field in fields(Gpu) if field.name not in own and field.default is MISSING]
         if missing:
             words = f"without `like`, and without {', '.join(missing)}"
             problems.append(Problem(f"{path}: gpu", words, f"add them, or `like: H100` (one of {', '.join(GPUS)})"))
             return None
         return Gpu(**own)
-    if section.like not in GPUS:
+    known = _BY_LOWER_CASE.get(section.like.lower())
+    if known is None:
         problems.append(Problem(where, f"is {section.like[:40]!r}", f"use one of {', '.join(GPUS)}"))
         return None
     if own:
         # A GPU that differs must not pass for its namesake.
-        own.setdefault("name", f"{section.like} (own)")
-    return replace(GPUS[section.like], **own)
+        own.setdefault("name", f"{known.name} (own)")
+    return replace(known, **own)
 
 
 def _not_positive(path: str, read: ClusterFile) -> list[Problem]:
