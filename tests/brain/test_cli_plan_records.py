@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ from moefold.blueprint.model_shape import shape_of
 from moefold.checks.run_all import problems
 from moefold.cli.main import main
 from moefold.plan.published.points import nearest_record, record_words
-from moefold.plan.published.records import workload_of_record
+from moefold.plan.published.records import (
+    FLAGS_IGNORED,
+    FLAGS_READ,
+    VALUES_IGNORED,
+    unread_flags,
+    workload_of_record,
+)
 from moefold.recipes.catalog import recipe
 
 SRC = Path(__file__).parents[2] / "src"
@@ -180,3 +187,46 @@ def test_published_records_are_read(capsys: pytest.CaptureFixture[str]) -> None:
         answer = json.loads(capsys.readouterr().out)
         complete = {record["id"] for record in map(json.loads, path.open()) if record.get("use", {}).get("time")}
         assert complete <= {line["id"] for line in answer["predictions"]}
+
+
+# Of the collection that the planner is fitted to.
+NAMES = """activation_cpu_offload_layers activation_offload async_tp attention_backend attention_parallel attn compile
+competitor_prediction cpu_offload_layers cross_entropy_fusion cuda_graph cuda_graph_impl cuda_graph_scope
+cutedsl_fused_grouped_mlp delay_wgrad dispatcher distributed_optimizer ep_overlap exp_avg_dtype
+expert_parallel experts fine_grained_offload fp8_attention fp8_dispatch fp8_dot_product_attention
+fp8_param_gather fsdp grad_reduce_in_fp32 local_batch megatron_fsdp mock_data num_layers offload_modules
+optimizer optimizer_offload optimizer_state_offload optimizer_states overlap_grad_reduce overlap_param_gather
+p2p_overlap paged_stash peft pp_layout pp_schedule precision_args recompute recompute_granularity
+recompute_num_layers routing sequence_parallel shared_expert_overlap system task tp_comm_overlap"""
+FLAGS = NAMES.split()
+
+
+def test_every_flag_of_a_record_is_read_or_ignored_for_a_reason_or_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(unread_flags(RECORD | {"flags": dict.fromkeys(FLAGS)})) == []
+    assert not FLAGS_READ & FLAGS_IGNORED.keys()
+    assert all(len(reason) > 20 for reason in (*FLAGS_IGNORED.values(), *VALUES_IGNORED.values()))
+    flags = {
+        "recompute": ["moe_act", "moe_dispatch", "not stated in this release"],
+        "dispatcher": "deepep-uccl",
+        "offload_modules": "[expert_fc1 other_fc]",
+        "cuda_graph_scope": ["attn", "lm_head"],
+        "fused_everything": True,
+    }
+    unread = ["fused_everything", "recompute moe_dispatch", "offload_modules other_fc", "cuda_graph_scope lm_head"]
+    assert list(unread_flags(RECORD | {"flags": flags})) == unread
+    assert list(unread_flags(RECORD | {"flags": {"dispatcher": "of our own"}})) == ["dispatcher of our own"]
+    records = written(tmp_path / "records.jsonl", RECORD | {"flags": flags}, RECORD | {"flags": flags}, "no JSON")
+    assert main(["plan", "--records", str(records), "--predictions", str(tmp_path / "out.jsonl")]) == 0
+    listed = capsys.readouterr().err
+    assert all(f"{name} (2)" in listed for name in unread)
+
+
+def test_flags_that_are_said_to_be_read_are_read() -> None:
+    folder = SRC / "moefold" / "plan" / "published"
+    source = "".join((folder / f"{name}.py").read_text() for name in ("records", "points"))
+    read = set(re.findall(r'(?:flags|"flags"\) or \{\}\))\.get\("(\w+)"', source))
+    # By the name in a loop.
+    read |= {"ep_overlap", "delay_wgrad"}
+    assert read == FLAGS_READ

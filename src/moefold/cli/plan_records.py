@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from moefold.plan.published.error_page import error_page, summary
 from moefold.plan.published.fit import fitted_source
 from moefold.plan.published.points import nearest_record, record_words
 from moefold.plan.published.predict_records import Unread, predict_lines
+from moefold.plan.published.records import Record, unread_flags
 from moefold.private_files import replace_file
 from moefold.recipes.catalog import recipe, tuned_layouts
 from moefold.tables import text_table
@@ -30,6 +32,8 @@ def run_records(records: Path, predictions: Path | None, as_json: bool) -> int:
     unread = [answer for answer in results if isinstance(answer, Unread)]
     for each in unread:
         print(f"not predicted: {each.id}: {each.reason}", file=sys.stderr)
+    if words := _unread_words(json.loads(line) for line in lines if _is_record(line)):
+        print(words, file=sys.stderr)
     text = "".join(json.dumps(answer) + "\n" for answer in predicted)
     if predictions is not None:
         _write(predictions, text)
@@ -37,6 +41,23 @@ def run_records(records: Path, predictions: Path | None, as_json: bool) -> int:
         sys.stdout.write(text)
     _summarize(len(results), predicted, unread, as_json, predictions)
     return 0 if predicted else 1
+
+
+def _is_record(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _unread_words(records: Iterable[Record]) -> str:
+    """Flags that change nothing in any prediction and for which nobody said why, with how many records have them."""
+    unread: Counter[str] = Counter()
+    for record in records:
+        if isinstance(record.get("flags") or {}, dict):
+            unread.update(unread_flags(record))
+    listed = ", ".join(f"{name} ({number})" for name, number in sorted(unread.items()))
+    return f"flags that are not read, and the number of records: {listed}" if listed else ""
 
 
 def _summarize(
@@ -83,6 +104,8 @@ def run_score(
         replace_file(page, error_page(result))
     if constants is not None:
         replace_file(constants, fitted_source(result.fitted.constants, result.intervals))
+    if words := _unread_words(result.records.values()):
+        print(words, file=sys.stderr)
     print(json.dumps(_data(result), indent=2) if as_json else _text(result))
     return 0
 

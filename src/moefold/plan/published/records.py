@@ -5,13 +5,16 @@ runs: `model`, `hardware`, `parallel`, `flags`, `precision`, `seq_len`, `gbs`, `
 many fields may be missing; what is assumed then is written here and nowhere else. Nothing that a record says about its
 own result (its time, its memory) is read here: a prediction must not see the answer.
 
+Flags are free words. Each is read, or ignored with a reason (`FLAGS_IGNORED`, `VALUES_IGNORED`), or listed as unread
+(`unread_flags`): none is dropped silently.
+
 A record becomes a `RunConfig`, with values that moefold plans and does not train; `record_model.py` reads its model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -63,6 +66,44 @@ _DISPATCHERS: dict[str, OwnDispatcher | PlannedDispatcherName] = {
     "alltoall": "all_to_all",
     "allgather": "all_gather",
 }
+_READ = """activation_cpu_offload_layers activation_offload async_tp attention_backend compile cpu_offload_layers
+cross_entropy_fusion cuda_graph_impl cuda_graph_scope delay_wgrad dispatcher distributed_optimizer ep_overlap
+exp_avg_dtype fp8_param_gather fsdp grad_reduce_in_fp32 megatron_fsdp mock_data offload_modules optimizer
+optimizer_offload optimizer_state_offload overlap_grad_reduce paged_stash peft pp_layout pp_schedule
+precision_args recompute routing sequence_parallel system tp_comm_overlap"""
+FLAGS_READ = frozenset(_READ.split())
+_SAID_ELSEWHERE = "another field of the record says it"
+_ONE_RATE = "kernels of this kind have one rate per GPU and format; too few runs have it to fit another"
+# Flags that predictions do without, and why.
+FLAGS_IGNORED: Mapping[str, str] = {
+    "local_batch": f"{_SAID_ELSEWHERE}: mbs",
+    "num_layers": f"{_SAID_ELSEWHERE}: model.layers",
+    "task": f"{_SAID_ELSEWHERE}: task",
+    "attention_parallel": f"{_SAID_ELSEWHERE}: parallel",
+    "expert_parallel": f"{_SAID_ELSEWHERE}: parallel",
+    "recompute_granularity": f"{_SAID_ELSEWHERE}: recompute",
+    "fine_grained_offload": f"{_SAID_ELSEWHERE}: offload_modules",
+    "cuda_graph": "does not say what is recorded; cuda_graph_impl and cuda_graph_scope do",
+    "recompute_num_layers": "full recomputation is planned of all layers",
+    "competitor_prediction": "another tool's prediction, no property of the run",
+    "p2p_overlap": "said of runs whose system says that overlaps are disabled, which is read",
+    "overlap_param_gather": "goes with overlap_grad_reduce, which is read",
+    "shared_expert_overlap": "the shared expert is planned as computed beside nothing; no record has it on",
+    "cutedsl_fused_grouped_mlp": _ONE_RATE,
+    "fp8_attention": _ONE_RATE,
+    "fp8_dot_product_attention": _ONE_RATE,
+    "attn": _ONE_RATE,
+    "experts": _ONE_RATE,
+    "fp8_dispatch": "exchanges of other frameworks are planned in the width of activations",
+    "optimizer_states": "words, of one run whose memory nobody printed",
+}
+# Values of flags that are read otherwise.
+VALUES_IGNORED: Mapping[tuple[str, str], str] = {
+    ("recompute", "shared_experts"): "the shared expert is planned with the feed-forward part",
+    ("recompute", "rmsnorm"): "of one run whose memory nobody printed",
+    ("recompute", "swiglu"): "of one run whose memory nobody printed",
+    ("dispatcher", "custom IB+NVLink all-to-all, 20 SMs, node-limited routing (4 nodes)"): "planned as an all-to-all",
+}
 # Vocabularies are padded to a multiple of this, times the tensor-parallel size.
 _VOCAB_MULTIPLE = 128
 
@@ -82,6 +123,28 @@ def workload_of_record(record: Record) -> Workload:
     )
     same = shape_of(run.model) == shape
     return Workload(run, _cluster(record), framework, _imbalance(record), None if same else shape)
+
+
+def unread_flags(record: Record) -> Iterator[str]:
+    """Flags and values of flags that predictions neither use nor ignore for a reason."""
+    flags = record.get("flags") or {}
+    yield from (name for name in flags if name not in FLAGS_READ and name not in FLAGS_IGNORED)
+    known: Mapping[str, Iterable[str]] = {
+        "recompute": _RECOMPUTED,
+        "offload_modules": get_args(OffloadedActivation),
+        "activation_offload": get_args(OffloadedActivation),
+        "cuda_graph_scope": (*get_args(GraphScope), "full_iteration"),
+        "cuda_graph_impl": ("none", "local", "transformer_engine", "full_iteration"),
+        "dispatcher": _DISPATCHERS,
+    }
+    for name, values in known.items():
+        value = flags.get(name)
+        # Names with blanks in them are one name, which `_names` would cut.
+        whole = isinstance(value, str) and (value in values or (name, value) in VALUES_IGNORED or name == "dispatcher")
+        for each in [str(value)] if whole else _names(value):
+            start = "not stated" if name == "recompute" else "deepep" if name == "dispatcher" else None
+            if each not in values and (name, each) not in VALUES_IGNORED and not (start and each.startswith(start)):
+                yield f"{name} {each}"
 
 
 # ---- the cluster and the parallel degrees ----
