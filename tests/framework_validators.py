@@ -177,6 +177,9 @@ def _keywords(settings: Settings, release: tuple[int, ...]) -> dict[str, Any]:
     if settings.get("moe_shared_expert_overlap"):
         made["moe_shared_expert_intermediate_size"] = 64
     made |= {name: value for name, value in settings.items() if value is not None and name not in _NOT_ITS_OWN}
+    if not settings.get("moe_paged_stash"):
+        # Older releases do not know the name.
+        made.pop("moe_paged_stash", None)
     graphs = "cuda_graph_modules" if release >= (0, 18) else "cuda_graph_scope"
     made[graphs] = list(settings.get("cuda_graph_modules") or ())
     if release < (0, 18) and settings.get("cuda_graph_impl") == "full_iteration":
