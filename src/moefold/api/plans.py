@@ -33,7 +33,7 @@ class Plan:
     >>> isinstance(plan, moefold.Plan), plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
     (True, 8, True)
     >>> sorted(plan.to_dict())[:4]
-    ['beyond_moefold', 'chosen', 'command', 'domain']
+    ['alike', 'batch_advice', 'beyond_moefold', 'chosen']
     """
 
     def __init__(self, proposal: Proposal) -> None:
