@@ -41,7 +41,7 @@ class TokenSharding(Protocol):
         """``reduce`` of the same chunks. What makes the next one does not wait until the last one has been summed."""
         ...
 
-    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
+    def split_chunks(self, per_token: Tensor) -> tuple[Tensor, ...]:
         """All tokens as these chunks; no exchange."""
         ...
 
@@ -106,12 +106,12 @@ class OneChunk:
         (whole_SD,) = partial_SD
         return self.reduce(whole_SD)
 
-    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
-        return (x_SX,)
+    def split_chunks(self, per_token: Tensor) -> tuple[Tensor, ...]:
+        return (per_token,)
 
     def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
-        (whole_SX,) = chunks
-        return whole_SX
+        (whole,) = chunks
+        return whole
 
 
 class LocalTokens(OneChunk):

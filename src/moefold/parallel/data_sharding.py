@@ -20,8 +20,8 @@ An evaluation calls ``start_evaluation``, ``before_forward`` and ``end_evaluatio
     start_gather    all_gather between hosts              P / n bytes over the same d ranks
     finish_gather   all_gather inside of the host         P bytes over n ranks
 
-A rank passes 2 P/n (d - 1)/d bytes to the network between hosts, and 2 P (n - 1)/n to the links inside. Buckets are the
-pieces of the paper's pipeline: the step inside of one runs beside the step between hosts of the one before.
+Each rank passes 2 P/n (d - 1)/d bytes to the network between hosts, and 2 P (n - 1)/n to the links inside. Buckets are
+the pieces of the paper's pipeline: the step inside of one runs beside the step between hosts of the one before.
 """
 
 from __future__ import annotations

@@ -122,11 +122,11 @@ class ChunkedTokenShards(TokenShards):
         ]
         return torch.cat([pending.wait() for pending in started])
 
-    def split_chunks(self, x_SX: Tensor) -> tuple[Tensor, ...]:
-        chunks = self.chunk_sizes(len(x_SX))
+    def split_chunks(self, per_token: Tensor) -> tuple[Tensor, ...]:
+        chunks = self.chunk_sizes(len(per_token))
         if len(chunks) == 1:
-            return (x_SX,)
-        pieces = x_SX.split([size for of_rank in zip(*chunks, strict=True) for size in of_rank])
+            return (per_token,)
+        pieces = per_token.split([size for of_rank in zip(*chunks, strict=True) for size in of_rank])
         return tuple(torch.cat(pieces[chunk :: len(chunks)]) for chunk in range(len(chunks)))
 
     def join_chunks(self, chunks: Sequence[Tensor]) -> Tensor:
@@ -142,11 +142,11 @@ class ChunkedTokenShards(TokenShards):
         first, *others = zip(*by_rank, strict=True)
         return [first, *(sizes for sizes in others if any(sizes))]
 
-    def _gather_one(self, sizes: tuple[int, ...], x_cX: Tensor) -> Tensor:
-        return all_gather_rows(x_cX, sizes, self.beside_tp, self.grad_sums)
+    def _gather_one(self, sizes: tuple[int, ...], chunk: Tensor) -> Tensor:
+        return all_gather_rows(chunk, sizes, self.beside_tp, self.grad_sums)
 
-    def _reduce_one(self, sizes: tuple[int, ...], partial_cD: Tensor) -> Tensor:
-        return reduce_scatter_rows(partial_cD, sizes, self.beside_tp, self.sums)
+    def _reduce_one(self, sizes: tuple[int, ...], part: Tensor) -> Tensor:
+        return reduce_scatter_rows(part, sizes, self.beside_tp, self.sums)
 
 
 class VocabShards:
