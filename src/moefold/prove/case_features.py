@@ -97,7 +97,7 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     yield from _order_features(layout)
     if sizes["tp"] > 1:
         chunks = parallel.tp_chunks if "tensor_parallel" in parallel.overlap else 1
-        yield "tensor parallelism in chunks", str(chunks)
+        yield "chunks of tp", str(chunks)
     alone = sizes["ep"] * sizes["etp"] == 1
     yield "experts", case.run.kernels.experts
     yield from (("graphs of", scope) for scope in case.run.kernels.graph_scope if case.run.kernels.graphs != "none")
