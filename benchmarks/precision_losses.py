@@ -46,11 +46,12 @@ MODEL = ModelConfig(
 )
 LEARNING_RATE = 2e-3
 # By tokens per step: twice as many, and a learning rate that decays to zero, halve what rounding alone does to a loss,
-# at twice the cost.
+# at twice the cost. And the same with four times as many experts.
 SETTINGS: dict[str, dict[str, object]] = {
     "512": {"data.global_batch": 8, "data.micro_batch": 8, "optim.lr_schedule.floor": 0.1},
     "1024": {"data.global_batch": 16, "data.micro_batch": 16, "optim.lr_schedule.floor": 0.0},
 }
+SETTINGS["64_experts"] = {**SETTINGS["1024"], "model.moe.num_experts": 64}
 RUN = {
     "precision.compute": "float32",
     "kernels.experts": "grouped",
@@ -84,7 +85,7 @@ def with_casts(name: str) -> Iterator[None]:
 
 def comparison(setting: str) -> Comparison:
     return Comparison(
-        "python -m benchmarks.precision_losses [512 | 1024]",
+        "python -m benchmarks.precision_losses [512 | 1024 | 64_experts]",
         __doc__,
         BASE,
         NAMES,

@@ -12,8 +12,8 @@ from tests.precision.record_oracles import BLOCKWISE, HADAMARD, MX, NVFP4, PER_T
 from torch import Tensor
 
 from moefold.config.casts import Cast
-from moefold.precision.quantize import fake_quantize, quantize
-from moefold.precision.quantize_native import fake_quantize_native, quantize_native
+from moefold.precision.quantize import FLOAT8, dequantize, fake_quantize, quantize
+from moefold.precision.quantize_native import dequantize_native, fake_quantize_native, quantize_native
 
 NEAREST = [*MX, *BLOCKWISE, *PER_TENSOR, *NVFP4, HADAMARD, Cast("e2m1", (1, 32), "e8m0_rceil")]
 CASTS = [*NEAREST, *(replace(cast, rounding="stochastic") for cast in (NVFP4[0], HADAMARD, MX[0], MX[2]))]
@@ -35,6 +35,7 @@ def assert_same(x: Tensor, cast: Cast, amax: Tensor | None = None) -> None:
     if cast.scale == "two_level":
         assert found.tensor_scale is not None and expected.tensor_scale is not None
         assert torch.equal(bits(found.tensor_scale), bits(expected.tensor_scale))
+    assert torch.equal(bits(dequantize_native(expected)), bits(dequantize(expected)))
     values = fake_quantize_native(x, cast, seed=11 << 50, amax=amax)
     assert torch.equal(bits(values), bits(fake_quantize(x, cast, seed=11 << 50, amax=amax)))
 
@@ -60,3 +61,13 @@ def test_transposed_stacked_partial_empty_and_not_finite(cast: Cast) -> None:
     if cast.block is None or cast.scale == "two_level":
         assert_same(spoilt, cast, amax=torch.tensor(3.0))
         assert_same(x[:64].unflatten(0, (2, 32)), cast, amax=torch.tensor([3.0, 0.0]))
+
+
+@pytest.mark.parametrize("cast", [MX[0], PER_TENSOR[0], PER_TENSOR[1], NVFP4[0]], ids=str)
+def test_every_code_is_its_number(cast: Cast) -> None:
+    """Also those that no cast writes: torch's infinities of E5M2."""
+    codes = torch.arange(256, dtype=torch.uint8) & (15 if cast.element == "e2m1" else 255)
+    seen = quantize(torch.ones(4, 64), cast)
+    typed = codes.view(4, 64) if cast.element == "e2m1" else codes.view(FLOAT8[cast.element]).view(4, 64)
+    every = replace(seen, codes_MK=typed)
+    assert torch.equal(bits(dequantize_native(every)), bits(dequantize(every)))

@@ -14,7 +14,7 @@ from moefold.config.casts import Cast
 from moefold.precision.both_directions import BothWays
 from moefold.precision.operands import REFERENCE, Quantizers
 from moefold.precision.quantize import Quantized
-from moefold.precision.quantize_native import fake_quantize_native, quantize_native
+from moefold.precision.quantize_native import dequantize_native, fake_quantize_native, quantize_native
 
 
 def _quantize_triton(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Quantized:
@@ -51,7 +51,7 @@ def _requantize_triton(row: Quantized, column: Cast) -> Quantized:
 
 QUANTIZERS: Final = {
     "torch": REFERENCE,
-    "native": Quantizers(quantize_native, fake_quantize_native),
+    "native": Quantizers(quantize_native, fake_quantize_native, dequantize=dequantize_native),
     "triton": Quantizers(
         _quantize_triton, _fake_quantize_triton, _quantize_both_triton, _swiglu_both_triton, _requantize_triton
     ),

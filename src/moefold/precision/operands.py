@@ -94,6 +94,7 @@ class Quantizers(NamedTuple):
     quantize_both: Callable[..., BothWays] | None = None
     activate_both: Callable[..., tuple[Tensor, BothWays]] | None = None
     requantize: Callable[[Quantized, Cast], Quantized] | None = None
+    dequantize: Callable[[Quantized], Tensor] = dequantize
 
 
 REFERENCE = Quantizers()
@@ -132,7 +133,7 @@ class NarrowOperands:
             rows = x.reshape(-1, x.shape[-1])
             narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x")
         else:
-            narrow = dequantize(made)
+            narrow = self.quantizers.dequantize(made)
         return narrow.reshape(x.shape).to(wide), self._weight(weight, self.casts.w_fprop, False).to(wide)
 
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -145,7 +146,7 @@ class NarrowOperands:
         else:
             row, column = both()
             self._grad_copies.put(grad, column)
-            narrow = dequantize(row)
+            narrow = self.quantizers.dequantize(row)
         return narrow.reshape(grad.shape).to(wide), self._weight(weight, self.casts.w_dgrad, True).to(wide)
 
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
@@ -171,7 +172,7 @@ class NarrowOperands:
         if made is None:
             grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
         else:
-            grad_in = dequantize(made).t()
+            grad_in = self.quantizers.dequantize(made).t()
         if self.inputs is None or self.casts.x_wgrad is None:
             x_TX = move_rows(kept[0].flatten(0, -2), rows, padded)
             x_in = self._along_tokens(x_TX, self.casts.x_wgrad, padded, "x")
@@ -282,7 +283,7 @@ class NarrowWeights:
             return weight.bfloat16().float()
         # One copy serves both directions where it can.
         transposed = transposed and not cast.is_square
-        values = dequantize(self.codes(weight, cast, transposed, quantizers, amaxes))
+        values = quantizers.dequantize(self.codes(weight, cast, transposed, quantizers, amaxes))
         return values.transpose(-2, -1) if transposed else values
 
     def codes(

@@ -1,7 +1,9 @@
-"""``quantize`` and ``fake_quantize`` by one pass in C, for CPUs; the reference is quantize.py beside it, bit for bit.
+"""``quantize``, ``fake_quantize`` and ``dequantize`` in one pass of C, for CPUs; the reference is quantize.py,
+bit for bit.
 
 A cast in torch reads and writes the matrix some thirty times. Here every block is read once, which makes training in
-emulated formats about as fast as its matmuls.
+emulated formats about as fast as its matmuls. torch converts a float8 number in 7 ns on a CPU without such
+instructions, which for weights is more than their matmul takes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
-from moefold.precision.quantize import FLOAT8, SCALE_DTYPES, Quantized, fake_quantize, quantize
+from moefold.precision.quantize import (
+    FLOAT8,
+    SCALE_DTYPES,
+    Quantized,
+    decode_scales,
+    dequantize,
+    fake_quantize,
+    quantize,
+)
 
 _ELEMENTS: Final = {name: index for index, name in enumerate(get_args(Element))}
 _RULES: Final = {name: index for index, name in enumerate(get_args(ScaleRule))}
@@ -54,6 +64,20 @@ def fake_quantize_native(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tenso
     if cast.element == "bf16" or not x_MK.numel():
         return fake_quantize(x_MK, cast, seed=seed, amax=amax)
     return _run(x_MK, cast, seed, amax, None, None, None)
+
+
+def dequantize_native(quantized: Quantized) -> Tensor:
+    codes_MK, cast = quantized.codes_MK, quantized.cast
+    if isinstance(codes_MK, FakeTensor) or not codes_MK.numel():
+        return dequantize(quantized)
+    # The tensors live until the call has ended.
+    codes, decode, values = codes_MK.contiguous(), decode_scales(quantized).contiguous(), torch.empty(codes_MK.shape)
+    how = _Cast(*_block(codes_MK, cast), _ELEMENTS[cast.element], _RULES[cast.scale])
+    pointers = (ctypes.c_void_p(each.data_ptr()) for each in (codes, decode, values))
+    m, k = codes.shape[-2:]
+    sizes = (ctypes.c_long(size) for size in (codes.numel() // (m * k), m, k))
+    load("quantize").dequantize_stack(*pointers, ctypes.byref(how), *sizes)
+    return values
 
 
 def _block(x_MK: Tensor, cast: Cast) -> tuple[int, int]:

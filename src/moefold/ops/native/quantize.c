@@ -1,4 +1,5 @@
-/* Narrow a matrix in one pass over each block: codes, scales, and the values that codes and scales stand for.
+/* Narrow a matrix in one pass over each block: codes, scales, and the values that codes and scales stand for. And the
+ * values of codes that were kept.
  *
  * The reference is precision/quantize.py, to the last bit: every step below is rounded where torch rounds it, so this
  * file is compiled without reassociation and without fused multiply-adds.
@@ -259,4 +260,30 @@ void quantize_stack(const struct matrix *first, const struct cast *cast, long co
         if (a.tensor_scale) a.tensor_scale += i;
         quantize(&a, cast);
     }
+}
+
+/* The number of a code. E4M3's only NaN has all bits but the sign, E5M2 has infinities too. */
+static float number_of(int code, int element) {
+    int bits = FRACTION_BITS[element], sign = element == E2M1 ? 8 : 128, magnitude = code & (sign - 1);
+    int exponent = magnitude >> bits, fraction = magnitude & ((1 << bits) - 1);
+    float number;
+    if (element == E4M3 && magnitude == 0x7f) number = NAN;
+    else if (element == E5M2 && exponent == 31) number = fraction ? NAN : INFINITY;
+    else if (exponent == 0) number = (float)fraction * power_of_two(SMALLEST_EXPONENT[element] - bits);
+    else number = (1.0f + (float)fraction / (float)(1 << bits)) * power_of_two(exponent - 1 + SMALLEST_EXPONENT[element]);
+    return code & sign ? -number : number;
+}
+
+/* ``decode`` is what codes are multiplied by, one per block; all matrices of a stack lie one after another. */
+void dequantize_stack(const uint8_t *codes, const float *decode, float *values, const struct cast *cast, long count, long m, long k) {
+    float numbers[256];
+    for (int code = 0; code < 256; code++) numbers[code] = number_of(cast->element == E2M1 ? code & 15 : code, cast->element);
+    long rows = (m + cast->rows - 1) / cast->rows, columns = (k + cast->columns - 1) / cast->columns;
+    for (long matrix = 0; matrix < count; matrix++, codes += m * k, values += m * k, decode += rows * columns)
+        for (long i = 0; i < m; i++)
+            for (long block = 0; block < columns; block++) {
+                long left = block * cast->columns, right = left + cast->columns < k ? left + cast->columns : k;
+                float scale = decode[i / cast->rows * columns + block];
+                for (long j = left; j < right; j++) values[i * k + j] = numbers[codes[i * k + j]] * scale;
+            }
 }
