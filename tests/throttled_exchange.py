@@ -1,7 +1,9 @@
-"""What exchanges with experts cost on a slow link between two hosts, and how much of it each overlap hides.
+"""What exchanges cost on a slow link between two hosts, and how much of it each overlap hides.
 
 Two network namespaces joined by a link of 375 Mbit/s, ranks spread over both, experts spread over all ranks: half of
-every dispatch and combine of two ranks crosses the link. Each setting trains the same microbatches for a few steps.
+every dispatch and combine of two ranks crosses the link. Or a dense model whose heads and hidden dims are spread over
+all ranks, so that tokens cross it before and after every sharded matmul. Each setting trains the same microbatches for
+a few steps.
 
     exposed    the share of a step in which a rank waits for an exchange and computes nothing
     compute    seconds of a step without those waits, in the setting without overlap
@@ -51,6 +53,13 @@ MBIT_S = 375
 SETTINGS: dict[str, dict[str, Any]] = {
     "one after the other": {"schedule": "zb_h1"},
     "pairs": {"schedule": "1f1b_overlapped"},
+    # Choices are balanced, so buffers without slack hold all rows, and the link carries what it carries above.
+    "pairs, bounded": {
+        "schedule": "1f1b_overlapped",
+        "dispatcher": "all_to_all_bounded",
+        "row_bound": 1.0,
+        "pair_bound": 1.0,
+    },
     "shared expert beside": {"schedule": "zb_h1", "overlap": ("shared_experts",)},
     "2 chunks": {"schedule": "zb_h1", "exchange_chunks": 2},
     "4 chunks": {"schedule": "zb_h1", "exchange_chunks": 4},
@@ -58,6 +67,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4 chunks, shared expert beside": {"schedule": "zb_h1", "exchange_chunks": 4, "overlap": ("shared_experts",)},
 }
 PLAIN = "one after the other"
+# Of the dense model.
+TENSOR_SETTINGS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "2 chunks": {"overlap": ("tensor_parallel",), "tp_chunks": 2},
+    "4 chunks": {"overlap": ("tensor_parallel",), "tp_chunks": 4},
+}
+
+
+def dense_run(parallel: dict[str, Any], world: int) -> RunConfig:
+    model = ModelConfig(
+        vocab_size=256,
+        dim=DIM,
+        num_layers=2,
+        attention=GQAConfig(num_heads=8, num_kv_heads=8, head_dim=64),
+        moe=None,
+        dense_hidden_dim=4 * HIDDEN,
+    )
+    return RunConfig(
+        seed=1,
+        model=model,
+        parallel=ParallelConfig(tp=world, **parallel),
+        data=DataConfig(seq_len=TOKENS, global_batch=1),
+    )
 
 
 def run_config(parallel: dict[str, Any], world: int, microbatches: int, shared: bool) -> RunConfig:
@@ -111,7 +143,8 @@ class Exposed:
                 pass
             return self.timed(future.result)()
 
-        exchange._all_to_all = only_on_main(exchange._all_to_all)
+        for name in ("_all_to_all", "_all_gather", "_reduce_scatter"):
+            setattr(exchange, name, only_on_main(getattr(exchange, name)))
         all_to_all.all_to_all_counts = only_on_main(exchange.all_to_all_counts)
         moefold.comm.p2p.ThreadCommStream.wait = wait  # type: ignore[method-assign]
 
@@ -128,10 +161,12 @@ def measure(run: RunConfig, steps: int, world: int, rank: int) -> dict[str, Any]
     exposed = Exposed()
     exposed.watch()
     local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=120)), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(rank)
+    # Ranks of tensor parallelism have the same tokens.
+    tp = run.parallel.tp
+    generator = torch.Generator().manual_seed(rank // tp)
     count = run.data.global_batch * TOKENS
     batches = []
-    for _ in range(run.data.global_batch // world):
+    for _ in range(run.data.global_batch * tp // world):
         tokens = torch.randint(256, (TOKENS + 1,), generator=generator)
         batches.append(whole_batch(tokens[:-1], tokens[1:], (TOKENS,), step_labels=count, step_tokens=count))
     seconds, waits, sent = [], [], []
@@ -146,7 +181,7 @@ def measure(run: RunConfig, steps: int, world: int, rank: int) -> dict[str, Any]
         torch.distributed.barrier()
         sent.append(sent_bytes() - before)
     parameters = local_model.model.named_parameters()
-    gradients = [p.grad for name, p in parameters if ".experts." in name and p.grad is not None]
+    gradients = [p.grad for name, p in parameters if ".feed_forward." in name and p.grad is not None]
     return {
         "step_s": statistics.median(seconds[1:]),
         "waiting_s": statistics.median(waits[1:]),
@@ -176,11 +211,10 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compare(names: list[str], world: int, microbatches: int, steps: int, shared: bool) -> dict[str, Any]:
+def compare(runs: dict[str, RunConfig], world: int, steps: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in names:
+    for name, run in runs.items():
         load = os.getloadavg()[0]
-        run = run_config(SETTINGS[name], world, microbatches, shared)
         results[name] = summary(over_the_link(run, steps, world)) | {"load_before": round(load, 2)}
         print(name, json.dumps(results[name]), flush=True)
     plain = results[PLAIN]
@@ -193,7 +227,7 @@ def compare(names: list[str], world: int, microbatches: int, steps: int, shared:
 def page_rows(found: dict[str, Any]) -> list[str]:
     """As docs/pipelines.md has them."""
     rows = []
-    for part in ("pairs", "one microbatch"):
+    for part in ("pairs", "one microbatch", "tensor parallel"):
         count = found["microbatches"] if part == "pairs" else 1
         for name, each in found[part]["settings"].items():
             shown = f"{each['exposed']:.1%}".replace("%", " %"), f"{each['step_over_bound']:.2f}"
@@ -209,11 +243,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write what was found")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pairs = compare([PLAIN, "pairs"], args.ranks, args.microbatches, args.steps, shared=False)
-    names = [name for name in SETTINGS if name != "pairs"]
-    alone = compare(names, args.ranks, 1, args.steps * 3, shared=True)
+    in_pairs = [name for name in SETTINGS if "pairs" in name]
+    many = {name: run_config(SETTINGS[name], args.ranks, args.microbatches, False) for name in (PLAIN, *in_pairs)}
+    one = {name: run_config(SETTINGS[name], args.ranks, 1, True) for name in SETTINGS if name not in in_pairs}
+    dense = {name: dense_run(parallel, args.ranks) for name, parallel in TENSOR_SETTINGS.items()}
+    pairs = compare(many, args.ranks, args.steps)
+    alone, tensor = (compare(runs, args.ranks, args.steps * 3) for runs in (one, dense))
     found = {"ranks": args.ranks, "cores": os.cpu_count(), "mbit_s": MBIT_S, "steps": args.steps}
     found |= {"tokens": TOKENS, "microbatches": args.microbatches, "pairs": pairs, "one microbatch": alone}
+    found |= {"tensor parallel": tensor}
     print("\n".join(page_rows(found)))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
