@@ -5,6 +5,7 @@ A core decides which ranks' keys a token's query attends to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -60,7 +61,29 @@ class Rotary(nn.Module):
         return self.kernels.keys_and_values(heads_SHX, rope_SX, *tables, nope, self.rope.interleaved)
 
 
+# Queries, keys and values of some tokens: [c, H, C], [c, J, C] and [c, J, U].
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+class HeadsInChunks(Protocol):
+    """Attention of one batch whose tokens are exchanged chunk by chunk, each beside the caller's matmuls of another."""
+
+    # Of this rank's tokens; some may be 0.
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+    def attend(self, heads: Iterator[Heads], sinks_H: Tensor | None = None) -> Iterator[Tensor]:
+        """What the tokens of each chunk see, [c, H, U]. All of ``heads`` is taken before the first is there."""
+        ...
+
+
 class AttentionCore(Protocol):
+    def in_chunks(
+        self, batch: Batch, *, scale: float, window: int | None, chunk: int | None = None
+    ) -> HeadsInChunks | None:
+        """None: all tokens of a batch are exchanged at once, by a call."""
+        ...
+
     def __call__(
         self,
         q_SHC: Tensor,
@@ -77,7 +100,16 @@ class AttentionCore(Protocol):
         ...
 
 
-class LocalCore:
+class AllTokensAtOnce:
+    """No exchange, or one that cannot be taken apart by tokens."""
+
+    def in_chunks(
+        self, batch: Batch, *, scale: float, window: int | None, chunk: int | None = None
+    ) -> HeadsInChunks | None:
+        return None
+
+
+class LocalCore(AllTokensAtOnce):
     """Whole sequences are on this rank; its heads need no communication."""
 
     def __init__(self, attention: VarlenAttention | None = None) -> None:

@@ -7,10 +7,12 @@ code runs on all heads and on a shard of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from moefold.attention.core import AttentionCore, Rotary
+from moefold.attention.core import AttentionCore, Heads, HeadsInChunks, Rotary
 from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
@@ -61,24 +63,17 @@ class GroupedQueryAttention(nn.Module):
         self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
+        sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_tD.dtype))
+        scale = self.head_dim**-0.5
+        in_chunks = self.core.in_chunks(batch, scale=scale, window=self.window, chunk=self.chunk)
+        if in_chunks is not None:
+            return self._in_chunks(x_tD, batch, in_chunks, sinks_H)
         parts = [self._projected(x_SD) for (x_SD,) in self.tokens.gather_chunks(batch, x_tD)]
         q_SX, k_SX, v_SX, *gate = map(self.tokens.join_chunks, zip(*parts, strict=True))
         del parts
-        q_SHC = self._heads(q_SX, None if self.norm_rotated else self.q_norm)
-        k_SJC = self._heads(k_SX, None if self.norm_rotated else self.k_norm)
-        v_SJC = self._heads(v_SX, None)
+        q_SHC, k_SJC, v_SJC = self._in_heads(q_SX, k_SX, v_SX, batch.positions_S)
         del q_SX, k_SX, v_SX
-        if self.has_rope:
-            tables = self.rotary(batch.positions_S, like=x_tD)
-            q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
-        elif self.temperature:
-            q_SHC = self._scale_by_position(q_SHC, batch.positions_S)
-        if self.norm_rotated:
-            assert self.q_norm is not None and self.k_norm is not None
-            q_SHC, k_SJC = self.q_norm(q_SHC), self.k_norm(k_SJC)
-        scale = self.head_dim**-0.5
-        # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
-        sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_tD.dtype))
 
         def attend(q_SHC: Tensor, k_SJC: Tensor, v_SJC: Tensor, sinks_H: Tensor | None = None) -> Tensor:
             return self.core(
@@ -87,10 +82,23 @@ class GroupedQueryAttention(nn.Module):
 
         inputs = (q_SHC, k_SJC, v_SJC) if sinks_H is None else (q_SHC, k_SJC, v_SJC, sinks_H)
         seen_SHC = self.retain.step("core", attend, *inputs)
-        for gate_SHC in gate:
-            seen_SHC = seen_SHC * gate_SHC.sigmoid()
-        chunks = self.tokens.split_chunks(seen_SHC.flatten(1))
+        chunks = self.tokens.split_chunks(_gated(seen_SHC, gate).flatten(1))
         return self.out.add_bias(self.tokens.reduce_chunks(map(self.out.partial, chunks), batch))
+
+    def _in_chunks(self, x_tD: Tensor, batch: Batch, chunks: HeadsInChunks, sinks_H: Tensor | None) -> Tensor:
+        """The same where tokens leave for the ranks of their heads chunk by chunk: one is projected while another is on
+        its way, and so are their outputs."""
+        x_SD, gates = self.tokens.gather(x_tD, batch), list[list[Tensor]]()
+
+        def heads() -> Iterator[Heads]:
+            for x_cD, positions_c in zip(x_SD.split(chunks.sizes), batch.positions_S.split(chunks.sizes), strict=True):
+                q_cX, k_cX, v_cX, *gate = self._projected(x_cD)
+                gates.append(gate)
+                yield self._in_heads(q_cX, k_cX, v_cX, positions_c)
+
+        seen = zip(chunks.attend(heads(), sinks_H), gates, strict=True)
+        partial_SD = torch.cat([self.out.partial(_gated(seen_cHC, gate).flatten(1)) for seen_cHC, gate in seen])
+        return self.out.add_bias(self.tokens.reduce(partial_SD))
 
     def _projected(self, x_SD: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, values, and the gate if there is one."""
@@ -100,6 +108,20 @@ class GroupedQueryAttention(nn.Module):
         q_SHC, gate_SHC = self.q(x_SD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         # A copy: a view that is saved for the backward pass would keep the gate's half alive too.
         return q_SHC.flatten(1), self.k(x_SD), self.v(x_SD), gate_SHC
+
+    def _in_heads(self, q_SX: Tensor, k_SX: Tensor, v_SX: Tensor, positions_S: Tensor) -> Heads:
+        """Normed and rotated."""
+        q_SHC = self._heads(q_SX, None if self.norm_rotated else self.q_norm)
+        k_SJC = self._heads(k_SX, None if self.norm_rotated else self.k_norm)
+        if self.has_rope:
+            tables = self.rotary(positions_S, like=q_SX)
+            q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
+        elif self.temperature:
+            q_SHC = self._scale_by_position(q_SHC, positions_S)
+        if self.norm_rotated:
+            assert self.q_norm is not None and self.k_norm is not None
+            q_SHC, k_SJC = self.q_norm(q_SHC), self.k_norm(k_SJC)
+        return q_SHC, k_SJC, self._heads(v_SX, None)
 
     def _scale_by_position(self, q_SHC: Tensor, positions_S: Tensor) -> Tensor:
         """Far positions see more keys; larger logits keep their softmax from flattening."""
@@ -111,6 +133,13 @@ class GroupedQueryAttention(nn.Module):
             x_SX = norm(x_SX)
         x_SYC = x_SX.unflatten(-1, (-1, self.head_dim))
         return norm(x_SYC) if norm is not None and not self.norm_whole_projection else x_SYC
+
+
+def _gated(seen_SHC: Tensor, gate: list[Tensor]) -> Tensor:
+    """``gate`` has one tensor, or none."""
+    for gate_SHC in gate:
+        seen_SHC = seen_SHC * gate_SHC.sigmoid()
+    return seen_SHC
 
 
 def _qk_norm(

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moefold.attention.core import AttentionCore
+from moefold.attention.core import AllTokensAtOnce, AttentionCore
 from moefold.attention.gated_delta_rule import (
     causal_conv,
     conv_step,
@@ -57,7 +57,7 @@ class KVCache:
         return k_BXJC[:, : self.used], v_BXJU[:, : self.used]
 
 
-class CachedCore:
+class CachedCore(AllTokensAtOnce):
     """The core of one layer: prompts attend within themselves, single tokens to what is in the cache."""
 
     def __init__(self, whole: AttentionCore, cache: KVCache, layer: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.attention.core import AttentionCore
+from moefold.attention.core import AllTokensAtOnce, AttentionCore
 from moefold.attention.mask_blocks import Run, chunk_lengths, chunk_runs, document_runs
 from moefold.attention.packed_mask import PackedMask
 from moefold.nn.batch import Batch
@@ -57,7 +57,7 @@ class LogitMaxima:
         return taken
 
 
-class ObservedCore:
+class ObservedCore(AllTokensAtOnce):
     """A core whose largest logits are observed as those of a block."""
 
     def __init__(self, core: AttentionCore, block: int, maxima: LogitMaxima, gather: GatherKeys = keys_here) -> None:

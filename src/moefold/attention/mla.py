@@ -7,12 +7,13 @@ of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from moefold.attention.core import AttentionCore, Rotary
+from moefold.attention.core import AttentionCore, Heads, HeadsInChunks, Rotary
 from moefold.attention.partial_attention import compact
 from moefold.config.attention import MLAConfig, RopeConfig
 from moefold.config.model import NormScale
@@ -59,6 +60,9 @@ class LatentAttention(nn.Module):
         self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        in_chunks = self.core.in_chunks(batch, scale=self.scale, window=None)
+        if in_chunks is not None:
+            return self._in_chunks(x_tD, batch, in_chunks)
         arriving = self.tokens.gather_chunks(batch, self._queries_in(x_tD), self._latents(x_tD))
         positions = self.tokens.split_chunks(batch.positions_S)
         parts = [self._projected(*places) for places in zip(positions, arriving, strict=True)]
@@ -70,7 +74,15 @@ class LatentAttention(nn.Module):
         chunks = self.tokens.split_chunks(seen_SHU.flatten(1))
         return self.tokens.reduce_chunks(map(self.out, chunks), batch)
 
-    def _projected(self, positions_S: Tensor, gathered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_chunks(self, x_tD: Tensor, batch: Batch, chunks: HeadsInChunks) -> Tensor:
+        """The same where tokens leave for the ranks of their heads chunk by chunk: one is projected while another is on
+        its way, and so are their outputs."""
+        gathered = (self.tokens.gather(each, batch) for each in (self._queries_in(x_tD), self._latents(x_tD)))
+        parts = zip(*(each.split(chunks.sizes) for each in (batch.positions_S, *gathered)), strict=True)
+        seen = chunks.attend(self._projected(positions_c, places) for positions_c, *places in parts)
+        return self.tokens.reduce(torch.cat([self.out(seen_cHU.flatten(1)) for seen_cHU in seen]))
+
+    def _projected(self, positions_S: Tensor, gathered: Sequence[Tensor]) -> Heads:
         q_in_SX, both_SX = gathered
         q_in_SX = self.retain.received("attention_norm" if self.config.q_latent is None else "latent_norm", q_in_SX)
         both_SX = self.retain.received("latent_norm", both_SX)
@@ -90,7 +102,7 @@ class LatentAttention(nn.Module):
         latent_tk, rope_tX = both_tX.split((self.config.kv_latent, self.config.rope_dim), dim=-1)
         return torch.cat((self.kv_norm(latent_tk), rope_tX), dim=-1)
 
-    def _up(self, positions_S: Tensor, q_in_SX: Tensor, both_SX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _up(self, positions_S: Tensor, q_in_SX: Tensor, both_SX: Tensor) -> Heads:
         config = self.config
         cos, sin = (self.retain.received("mla_up", table) for table in self.rotary(positions_S, like=both_SX))
         q_SX = (self.q if config.q_latent is None else self.q_up)(q_in_SX)

@@ -86,6 +86,60 @@ def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
     ]
 
 
+def ulysses_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
+    """With parallel.overlap ulysses: some layers exchange heads, whole attention is one computation that nothing else
+    looks into, and nothing is recomputed, for a chunk that was sent is not sent twice."""
+    parallel, context, retained = run.parallel, run.parallel.context, run.memory.retained()
+    if "ulysses" not in parallel.overlap:
+        default = ParallelConfig().ulysses_chunks
+        if parallel.ulysses_chunks == default:
+            return []
+        message = f"is {parallel.ulysses_chunks}, but tokens are not exchanged for heads in chunks"
+        return [Problem("parallel.ulysses_chunks", message, f"use {default}, or parallel.overlap [ulysses]")]
+    if parallel.ulysses_chunks < 2:
+        message = f"is {parallel.ulysses_chunks}: with one chunk there is no other to be projected beside its exchange"
+        return [Problem("parallel.ulysses_chunks", message, "use 2 or more")]
+    if (parallel.cp == 1 and not parallel.dynamic_cp) or "all_to_all" not in (context.full, context.windowed):
+        message = f"ulysses: no tokens are exchanged for heads with cp={parallel.cp} and context.full {context.full}"
+        fix = "use [], or parallel.cp of 2 or more with parallel.context.full all_to_all"
+        return [Problem("parallel.overlap", message, fix)]
+    rules = (
+        (
+            run.precision.recipe is not None,
+            f"precision.recipe {run.precision.recipe} narrows rows together that chunks separate",
+            "precision.recipe null",
+        ),
+        (
+            run.kernels.graphs != "none",
+            f"kernels.graphs {run.kernels.graphs} was never tried with exchanges on another stream",
+            "kernels.graphs none",
+        ),
+        (
+            "attention" in run.memory.recompute,
+            "memory.recompute attention would send chunks once more that the first forward has sent",
+            "memory.retain, which computes steps again and sends nothing",
+        ),
+        (
+            run.optim.qk_clip is not None,
+            "optim.qk_clip looks at the keys of a whole microbatch before they are sent",
+            "optim.qk_clip null",
+        ),
+        *(
+            (
+                retained[step] != "keep",
+                f"memory.retain.{step} {retained[step]}: chunks are sent from where they are made",
+                f"memory.retain.{step} keep",
+            )
+            for step in ("core", "mla_up")
+        ),
+    )
+    return [
+        Problem("parallel.overlap", f"ulysses: {message}", f"use [], or {fix}")
+        for broken, message, fix in rules
+        if broken
+    ]
+
+
 def param_sync_has_levels(run: RunConfig) -> list[Problem]:
     """Four steps need flat buffers and hosts of several ranks; how those cut the groups is a rule with a layout."""
     parallel, path = run.parallel, "parallel.ranks_per_host"
@@ -138,6 +192,7 @@ RULES = (
     narrow_rows_have_our_dispatcher,
     rounded_parts_are_of_float32,
     tp_chunks_have_matmuls_beside_them,
+    ulysses_chunks_have_matmuls_beside_them,
     param_sync_has_levels,
 )
 RULES_WITH_LAYOUT = (hosts_cut_sharding_groups_alike,)

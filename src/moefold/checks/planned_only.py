@@ -75,9 +75,9 @@ PLANNED_ONLY = (
     PlannedOnly("parallel.sharding", ("fsdp", "flat"), "{} sharding"),
     PlannedOnly(
         "parallel.overlap",
-        ("shared_experts", "tensor_parallel"),
+        ("shared_experts", "tensor_parallel", "ulysses"),
         "overlapping {} under any schedule",
-        "use [], shared_experts or tensor_parallel, and a parallel.schedule that overlaps, such as 1f1b_overlapped",
+        "use [], shared_experts, tensor_parallel or ulysses, and a schedule that overlaps, such as 1f1b_overlapped",
     ),
 )
 

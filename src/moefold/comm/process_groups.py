@@ -158,6 +158,7 @@ class Groups:
         ranks_per_host: int = 1,
         own_stream: bool = False,
         beside_tp: bool = False,
+        beside_contexts: bool = False,
         share_memory: bool = False,
     ) -> None:
         """``inner``: consecutive ranks of a context group that all-to-all heads in hierarchical context parallelism.
@@ -165,9 +166,9 @@ class Groups:
         and gathers of flat buffers in four steps.
 
         ``own_stream`` makes separate process groups for dispatchers: their collectives run on another thread, and two
-        threads must not share a process group. ``beside_tp`` makes another one of the tp group, for the same reason.
-        ``share_memory``: dispatchers' exchanges go through shared memory where the ranks of a group are on one host,
-        and on CPUs.
+        threads must not share a process group. ``beside_tp`` makes another one of the tp group, and
+        ``beside_contexts`` of every context group, for the same reason. ``share_memory``: dispatchers' exchanges go
+        through shared memory where the ranks of a group are on one host, and on CPUs.
         """
         self._memories: dict[int, LazySharedMemory] | None = {} if share_memory else None
         self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
@@ -195,9 +196,14 @@ class Groups:
         # This rank's context group of every size that a microbatch may be sharded over, flat and in two levels.
         self.contexts: dict[int, Group] = {}
         self.nested_contexts: dict[int, tuple[Group, Group]] = {}
+        # Where all-to-alls of heads run beside computation: the same groups for that other thread.
+        self.beside_contexts: dict[int, Group] = {}
+        on_context_stream: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for size in layout.context_sizes(dynamic_cp):
             ranks, set_size = layout.context_ranks(rank, size), min(inner, size)
             self.contexts[size] = self._group(f"context_{size}", ranks, made)
+            if beside_contexts:
+                self.beside_contexts[size] = self._group(f"context_{size}", ranks, on_context_stream, shared=False)
             across, neighbours = levels(ranks, rank, set_size)
             self.nested_contexts[size] = (
                 self._group(f"context_{size}_inner", neighbours, made),

@@ -19,7 +19,7 @@ EngineDispatcher = Literal["deepep", "deepep_elastic", "symmetric_memory"]
 PlannedDispatcherName = Literal["deepep", "hybridep"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp", "flat"]
 ParamSync = Literal["direct", "hierarchical"]
-Overlap = Literal["shared_experts", "tensor_parallel", "ep", "wgrad"]
+Overlap = Literal["shared_experts", "tensor_parallel", "ulysses", "ep", "wgrad"]
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,15 @@ class ParallelConfig:
     sharding: Sharding = "fsdp"
     # Overlaps inside of a layer. shared_experts: the shared expert's first matmul runs beside the dispatch of the same
     # microbatch, its second beside combine, in forward and backward. tensor_parallel: tokens before and after sharded
-    # matmuls travel in chunks, each beside the matmuls of another, in forward and backward. Overlaps of two
+    # matmuls travel in chunks, each beside the matmuls of another, in forward and backward. ulysses: so do queries,
+    # keys and values on their way to the ranks of their heads, and attention's output on its way back. Overlaps of two
     # microbatches are in the schedule's name; planned only, because another framework adds them to any schedule: ep
     # (dispatch and combine of one microbatch beside the computation of another), wgrad (deferred weight gradients).
     overlap: tuple[Overlap, ...] = ()
     # With overlap tensor_parallel: chunks of the tokens of a microbatch around a sharded matmul.
     tp_chunks: int = 2
+    # With overlap ulysses: chunks of a rank's tokens, in layers whose context.full or context.windowed is all_to_all.
+    ulysses_chunks: int = 2
     # Chunks of a rank's tokens that go to the experts and back one after the other: while one is on its way, the
     # experts compute another of the same microbatch, in forward and backward. 1: all tokens at once, and the experts
     # wait. FSDP gathers weights once per step with more than 1.

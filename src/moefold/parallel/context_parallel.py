@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moefold.attention.core import AttentionCore
+from moefold.attention.core import AllTokensAtOnce, AttentionCore, HeadsInChunks
 from moefold.attention.mask_blocks import chunk_lengths
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
@@ -23,7 +23,7 @@ from moefold.comm.process_groups import Group
 from moefold.nn.batch import Batch
 from moefold.parallel.ring_attention import ring_attend
 from moefold.parallel.ring_plan import ring_steps
-from moefold.parallel.ulysses import HeadAllToAll
+from moefold.parallel.ulysses import HeadAllToAll, UlyssesChunks, UlyssesInChunks, document_order, tokens_per_rank
 
 # By context size: the group for the all-to-all of heads, and the group of the ring; None where there is none.
 ContextGroups = Mapping[int, tuple[Group | None, Group | None]]
@@ -39,7 +39,7 @@ def ulysses_groups(contexts: Mapping[int, Group]) -> ContextGroups:
     return {size: (group, None) for size, group in contexts.items()}
 
 
-class ContextParallelCore:
+class ContextParallelCore(AllTokensAtOnce):
     """Attention over the ranks of a context group: all-to-all to head shards, local or ring attention, and back.
 
     Where there are both groups, context rank i is number i % inner of set i // inner: the all-to-all of heads is inside
@@ -66,11 +66,14 @@ class ContextParallelCore:
         if head_group is None or head_group.alone:
             return self._ring_or_local(ring, 1, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H, chunk)
         first = 0 if ring is None else ring.index * head_group.size
-        heads = HeadAllToAll(head_group, batch.lengths, first, batch.context_size, q_SHC.shape[1], k_SJC.shape[1])
+        where = batch.lengths, first, head_group.size, batch.context_size
+        heads = HeadAllToAll(head_group, tokens_per_rank(*where), q_SHC.shape[1], k_SJC.shape[1])
+        order = document_order(*where).to(q_SHC.device, non_blocking=True)
         sinks_h = None if sinks_H is None else heads.local_heads(sinks_H)
-        q, k, v = heads.tokens_to_heads(q_SHC, k_SJC, v_SJU)
+        q, k, v = (x.index_select(0, order) for x in heads.tokens_to_heads(q_SHC, k_SJC, v_SJU))
+        k, v = heads.repeat_kv(k), heads.repeat_kv(v)
         out_AhU = self._ring_or_local(ring, head_group.size, q, k, v, batch, scale, window, sinks_h, chunk)
-        return heads.heads_to_tokens(out_AhU)
+        return heads.heads_to_tokens(out_AhU.index_select(0, order.argsort()))
 
     def _ring_or_local(
         self,
@@ -94,11 +97,37 @@ class ContextParallelCore:
         )
 
 
+class ChunkedUlyssesCore(ContextParallelCore):
+    """All-to-alls of heads in chunks of tokens, each beside the matmuls before and after attention of another."""
+
+    def __init__(
+        self, contexts: Mapping[int, Group], chunks: UlyssesChunks, attention: VarlenAttention | None = None
+    ) -> None:
+        super().__init__(ulysses_groups(contexts), attention)
+        self.chunks = chunks
+
+    def in_chunks(
+        self, batch: Batch, *, scale: float, window: int | None, chunk: int | None = None
+    ) -> HeadsInChunks | None:
+        if batch.context_size == 1:
+            return None
+        lengths = chunk_lengths(batch.lengths, chunk)
+        return UlyssesInChunks(
+            self.chunks, batch, lambda q, k, v, sinks: self.attention.attend(q, k, v, lengths, scale, window, sinks)
+        )
+
+
 class PerLayerCore:
     """One core for layers with full attention, another for those with a sliding window or with chunks."""
 
     def __init__(self, full: AttentionCore, windowed: AttentionCore) -> None:
         self.full, self.windowed = full, windowed
+
+    def in_chunks(
+        self, batch: Batch, *, scale: float, window: int | None, chunk: int | None = None
+    ) -> HeadsInChunks | None:
+        core = self.full if window is None and chunk is None else self.windowed
+        return core.in_chunks(batch, scale=scale, window=window, chunk=chunk)
 
     def __call__(
         self,

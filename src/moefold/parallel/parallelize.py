@@ -172,6 +172,7 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         ranks_per_host=run.parallel.ranks_per_host,
         own_stream=uses_comm_stream(run.parallel),
         beside_tp="tensor_parallel" in run.parallel.overlap,
+        beside_contexts="ulysses" in run.parallel.overlap,
         share_memory=run.parallel.cpu_exchange == "shared_memory",
     )
 
@@ -221,11 +222,11 @@ def build_on_meta(
     retention = retention_for(run.memory, device, paged_stash(run, groups, device))
     retain = KEEP_ALL if retention is None else retention
     ledger = groups["world"].ledger
-    tp_stream = None
-    if "tensor_parallel" in run.parallel.overlap and not groups["tp"].alone:
-        tp_stream = TimedCommStream(make_stream(device), ledger)
+    token_stream = None
+    if not {"tensor_parallel", "ulysses"}.isdisjoint(run.parallel.overlap):
+        token_stream = TimedCommStream(make_stream(device), ledger)
     interfaces = parallel_interfaces_of(
-        run, groups, weight_grads, host, kernels, device.type, attention, retain, cpu_matmul, tp_stream
+        run, groups, weight_grads, host, kernels, device.type, attention, retain, cpu_matmul, token_stream
     )
     maxima = None if run.optim.qk_clip is None else LogitMaxima()
     observe = None if maxima is None else observer(groups, maxima)

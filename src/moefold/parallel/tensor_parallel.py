@@ -38,7 +38,7 @@ from moefold.comm.process_groups import Group, Groups
 from moefold.moe.exchange_beside import ExchangesBeside
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import OneChunk, Reach
-from moefold.topology.folded_layout import shard_sizes
+from moefold.topology.folded_layout import chunk_sizes, shard_sizes
 
 
 class TokenShards(OneChunk):
@@ -137,10 +137,8 @@ class ChunkedTokenShards(TokenShards):
         return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
     def chunk_sizes(self, num_tokens: int) -> list[tuple[int, ...]]:
-        """By chunk, of every rank: its shard in parts that differ by one at most. Chunks of no token are left out."""
-        by_rank = [shard_sizes(size, self.num_chunks) for size in self._sizes(num_tokens)]
-        first, *others = zip(*by_rank, strict=True)
-        return [first, *(sizes for sizes in others if any(sizes))]
+        """By chunk, of every rank."""
+        return chunk_sizes(self._sizes(num_tokens), self.num_chunks)
 
     def _gather_one(self, sizes: tuple[int, ...], chunk: Tensor) -> Tensor:
         return all_gather_rows(chunk, sizes, self.beside_tp, self.grad_sums)

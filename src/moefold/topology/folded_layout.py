@@ -22,7 +22,7 @@ size that does not divide it (72 and a power of two) needs no special case.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, permutations, product
@@ -320,6 +320,12 @@ GROUPS = MappingProxyType(
         "world": GroupSpec("attention", ATTENTION_AXES, "all ranks"),
     }
 )
+
+
+def chunk_sizes(tokens: Sequence[int], chunks: int) -> list[tuple[int, ...]]:
+    """By chunk, of every rank: its tokens in parts that differ by one at most. Chunks without a token are left out."""
+    first, *others = zip(*(shard_sizes(count, chunks) for count in tokens), strict=True)
+    return [first, *(sizes for sizes in others if any(sizes))]
 
 
 def shard_sizes(total: int, num_shards: int) -> tuple[int, ...]:
