@@ -135,6 +135,7 @@ HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.rou
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
 BESIDE = ParallelConfig(ep=2, overlap=("shared_experts",))
 CHUNKS = ParallelConfig(ep=2, exchange_chunks=2)
+HEADS_IN_CHUNKS = ParallelConfig(cp=2, context=ContextConfig(full="all_to_all"), overlap=("ulysses",), ulysses_chunks=4)
 IN_CHUNKS = ParallelConfig(tp=2, overlap=("tensor_parallel",), tp_chunks=4)
 SHARED = ModelConfig(moe=MoEConfig(shared_hidden_dim=64))
 FOUR_STEPS = ParallelConfig(sharding="flat", param_sync="hierarchical", ranks_per_host=2)
@@ -213,6 +214,33 @@ CASES = [
                 RunConfig(
                     model=replace(SHARED, attention=MLAConfig()),
                     parallel=IN_CHUNKS,
+                    memory=MemoryConfig(retain=RetainConfig(mla_up="discard")),
+                ),
+                "parallel.overlap",
+            ),
+        )
+    ),
+    *(
+        (messages.ulysses_chunks_have_matmuls_beside_them, RunConfig(parallel=HEADS_IN_CHUNKS), broken, path)
+        for broken, path in (
+            (RunConfig(parallel=replace(HEADS_IN_CHUNKS, ulysses_chunks=1)), "parallel.ulysses_chunks"),
+            (RunConfig(parallel=ParallelConfig(cp=2, ulysses_chunks=4)), "parallel.ulysses_chunks"),
+            (RunConfig(parallel=replace(HEADS_IN_CHUNKS, cp=1)), "parallel.overlap"),
+            (RunConfig(parallel=replace(HEADS_IN_CHUNKS, context=ContextConfig())), "parallel.overlap"),
+            *(
+                (RunConfig(parallel=HEADS_IN_CHUNKS, **other), "parallel.overlap")
+                for other in (
+                    {"precision": PrecisionConfig(recipe="mxfp8")},
+                    {"kernels": KernelsConfig(graphs="partial")},
+                    {"memory": MemoryConfig(recompute=("attention",))},
+                    {"memory": MemoryConfig(retain=RetainConfig(core="offload"))},
+                    {"optim": OptimConfig(qk_clip=100.0)},
+                )
+            ),
+            (
+                RunConfig(
+                    model=ModelConfig(attention=MLAConfig()),
+                    parallel=HEADS_IN_CHUNKS,
                     memory=MemoryConfig(retain=RetainConfig(mla_up="discard")),
                 ),
                 "parallel.overlap",

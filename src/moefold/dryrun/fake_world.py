@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.attention.mask_blocks import row_index
 from moefold.errors import MoefoldError
-from moefold.parallel.ulysses import document_order
+from moefold.parallel.ulysses import chunk_order, document_order
 
 # Called more often than all other operations together.
 _DEVICE = torch.ops.prim.device.default
@@ -95,7 +95,7 @@ def fake_world(world: int, rank: int) -> Iterator[None]:
 
 def _clear_caches() -> None:
     """Cached functions must not return tensors of another world."""
-    for cached in (row_index, document_order):
+    for cached in (row_index, document_order, chunk_order):
         cached.cache_clear()
 
 

@@ -98,6 +98,8 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     if sizes["tp"] > 1:
         chunks = parallel.tp_chunks if "tensor_parallel" in parallel.overlap else 1
         yield "chunks of tp", str(chunks)
+    if sizes["cp"] > 1 and "all_to_all" in (parallel.context.full, parallel.context.windowed):
+        yield "chunks of ulysses", str(parallel.ulysses_chunks if "ulysses" in parallel.overlap else 1)
     alone = sizes["ep"] * sizes["etp"] == 1
     yield "experts", case.run.kernels.experts
     yield from (("graphs of", scope) for scope in case.run.kernels.graph_scope if case.run.kernels.graphs != "none")

@@ -54,7 +54,7 @@ def with_hybrids(run: RunConfig, world: int) -> RunConfig:
 
 def with_overlaps(run: RunConfig, world: int) -> RunConfig:
     """Shared experts beside dispatch and combine in half of the cases that may have it, tokens in chunks in most; half
-    of those with tensor parallelism exchange their tokens in chunks."""
+    of those with tensor parallelism, and most of those that exchange heads, do so in chunks."""
     if Random(f"overlaps of {run.seed}").random() >= 0.5:
         beside = replace(run, parallel=replace(run.parallel, overlap=("shared_experts",)))
         run = unless_refused(run, beside, world)
@@ -62,6 +62,11 @@ def with_overlaps(run: RunConfig, world: int) -> RunConfig:
     tp_chunks = random.choice((2, 2, 3, 5))
     if random.random() < 0.5:
         parallel = replace(run.parallel, overlap=(*run.parallel.overlap, "tensor_parallel"), tp_chunks=tp_chunks)
+        run = unless_refused(run, replace(run, parallel=parallel), world)
+    random = Random(f"ulysses of {run.seed}")
+    ulysses_chunks = random.choice((2, 2, 3, 5))
+    if random.random() < 0.7:
+        parallel = replace(run.parallel, overlap=(*run.parallel.overlap, "ulysses"), ulysses_chunks=ulysses_chunks)
         run = unless_refused(run, replace(run, parallel=parallel), world)
     random = Random(f"chunks of {run.seed}")
     chunks = random.choice((2, 2, 3, 4))

@@ -373,6 +373,20 @@ _TENSOR = (
         DataConfig(seq_len=8, global_batch=8, micro_batch=2),
     ),
 )
-_LAYERS = (*_TENSOR, *_OVERLAPS, *_CHUNKS, *_GRAPHED)
+_ULYSSES = (
+    _case(
+        "ulysses in chunks",
+        ParallelConfig(cp=2, ep=2, context=ContextConfig(full="all_to_all"), overlap=("ulysses",), ulysses_chunks=3),
+        _model(),
+        DataConfig(seq_len=13, global_batch=8, micro_batch=2, packing="concat_masked"),
+    ),
+    _case(
+        "ulysses in chunks of one size",
+        ParallelConfig(cp=2, ep=2, context=ContextConfig(full="all_to_all"), overlap=("ulysses",)),
+        _model(),
+        DataConfig(seq_len=8, global_batch=8, micro_batch=2),
+    ),
+)
+_LAYERS = (*_TENSOR, *_ULYSSES, *_OVERLAPS, *_CHUNKS, *_GRAPHED)
 _ALL = (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW, *_CLONED, *_LAYERS)
 CASES = {case.run.name: case for case in _ALL}

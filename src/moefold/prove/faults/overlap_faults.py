@@ -1,5 +1,5 @@
 """Faults of what runs beside an exchange: outputs lost or added twice, gradients that never arrive, parts and chunks in
-another order, of rows on their way to experts and of tokens around matmuls of tensor parallelism.
+another order, of rows on their way to experts and of tokens around matmuls of tensor and context parallelism.
 
 As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
 """
@@ -13,12 +13,14 @@ from torch import Tensor
 
 import moefold.moe.dispatch.all_to_all
 import moefold.moe.exchange_beside
+import moefold.parallel.ulysses
 from moefold.comm.collectives import all_gather_replicated, reduce_scatter_rows
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.overlapped_layer import Overlapped, OverlappedSteps
 from moefold.nn.batch import Batch
 from moefold.nn.phase_autograd import Gradients, Recorded
 from moefold.parallel.tensor_parallel import ChunkedTokenShards
+from moefold.parallel.ulysses import UlyssesInChunks, document_order
 from moefold.prove.faults.parallel_faults import put, wrap
 
 Step = Callable[[OverlappedSteps, Overlapped, int], Overlapped]
@@ -202,6 +204,53 @@ def gradients_of_gathered_chunks_not_summed() -> None:
     )
 
 
+# ---- all-to-alls of heads in chunks ----
+
+
+def heads_of_chunks_in_the_order_of_ranks() -> None:
+    """Rows are by chunk and then by rank; the permutation is the one of a single all-to-all."""
+    put(
+        moefold.parallel.ulysses,
+        "chunk_order",
+        lambda lengths, size, chunks: document_order(lengths, 0, size, size),
+    )
+
+
+def outputs_of_chunks_in_reverse() -> None:
+    """The chunks are of one size, so that shapes do not tell."""
+
+    def make(attend: Callable[..., Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
+        return lambda self, *heads: iter(list(attend(self, *heads))[::-1])
+
+    wrap(UlyssesInChunks, "attend", make)
+
+
+def output_of_a_chunk_overwritten_by_the_next() -> None:
+    """Its projection has run forward; the gradient of the weight reads it later."""
+
+    def make(attend: Callable[..., Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
+        def into_one_buffer(self: UlyssesInChunks, *heads: object) -> Iterator[Tensor]:
+            before: Tensor | None = None
+            for seen in attend(self, *heads):
+                if before is not None:
+                    count = min(len(before), len(seen))
+                    before[:count] = seen.data[:count]
+                before = seen.data
+                yield seen
+
+        return into_one_buffer
+
+    wrap(UlyssesInChunks, "attend", make)
+
+
+def gradients_of_sent_keys_lost() -> None:
+    put(
+        moefold.parallel.ulysses,
+        "_to_heads",
+        lambda exchange, qkv: exchange.tokens_to_heads(qkv[0], qkv[1].detach(), qkv[2]),
+    )
+
+
 # With the case that each is tried on, and how it happens in real code.
 FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
     (shared_output_lost, "shared beside", "an order leaves an operation's output behind"),
@@ -220,5 +269,9 @@ FAULTS: tuple[tuple[Callable[[], None], str, str], ...] = (
     (gathered_chunk_overwritten_by_the_next, "tensor in chunks", "chunks take turns in one buffer"),
     (tensor_chunks_summed_in_bfloat16, "tensor in chunks", "a sum of a chunk forgets its format"),
     (gradients_of_gathered_chunks_not_summed, "tensor in chunks", "a chunk's all_gather whose backward only slices"),
+    (heads_of_chunks_in_the_order_of_ranks, "ulysses in chunks", "chunks are taken for one all-to-all"),
+    (outputs_of_chunks_in_reverse, "ulysses in chunks of one size", "outputs are put together as they come back"),
+    (output_of_a_chunk_overwritten_by_the_next, "ulysses in chunks", "chunks take turns in one buffer"),
+    (gradients_of_sent_keys_lost, "ulysses in chunks", "keys are sent outside of the graph"),
     (gradient_of_the_first_chunk_added_twice, "chunks beside", "a chunk's gradient is in two sums over chunks"),
 )
