@@ -2,8 +2,9 @@
 
 Two network namespaces joined by a link of 375 Mbit/s, ranks spread over both, experts spread over all ranks: half of
 every dispatch and combine of two ranks crosses the link. Or a dense model whose heads and hidden dims are spread over
-all ranks, so that tokens cross it before and after every sharded matmul. Each setting trains the same microbatches for
-a few steps.
+all ranks, so that tokens cross it before and after every sharded matmul; or one whose tokens are spread over all ranks,
+so that queries, keys and values cross it before attention and its output after it. Each setting trains the same
+microbatches for a few steps.
 
     exposed    the share of a step in which a rank waits for an exchange and computes nothing
     compute    seconds of a step without those waits, in the setting without overlap
@@ -39,11 +40,11 @@ from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
-from moefold.nn.batch import whole_batch
+from moefold.nn.batch import context_shard, whole_batch
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.runtime import run_schedule
 
@@ -67,15 +68,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4 chunks, shared expert beside": {"schedule": "zb_h1", "exchange_chunks": 4, "overlap": ("shared_experts",)},
 }
 PLAIN = "one after the other"
-# Of the dense model.
+# Of the dense model: tensor parallelism, and Ulysses.
 TENSOR_SETTINGS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "2 chunks": {"overlap": ("tensor_parallel",), "tp_chunks": 2},
     "4 chunks": {"overlap": ("tensor_parallel",), "tp_chunks": 4},
 }
+_HEADS: dict[str, Any] = {"schedule": "zb_h1", "context": ContextConfig(full="all_to_all")}
+ULYSSES_SETTINGS: dict[str, dict[str, Any]] = {
+    PLAIN: _HEADS,
+    "2 chunks": {**_HEADS, "overlap": ("ulysses",), "ulysses_chunks": 2},
+    "4 chunks": {**_HEADS, "overlap": ("ulysses",), "ulysses_chunks": 4},
+}
 
 
-def dense_run(parallel: dict[str, Any], world: int) -> RunConfig:
+def dense_run(parallel: ParallelConfig) -> RunConfig:
     model = ModelConfig(
         vocab_size=256,
         dim=DIM,
@@ -87,8 +94,8 @@ def dense_run(parallel: dict[str, Any], world: int) -> RunConfig:
     return RunConfig(
         seed=1,
         model=model,
-        parallel=ParallelConfig(tp=world, **parallel),
-        data=DataConfig(seq_len=TOKENS, global_batch=1),
+        parallel=parallel,
+        data=DataConfig(seq_len=TOKENS * parallel.cp, global_batch=1),
     )
 
 
@@ -161,14 +168,15 @@ def measure(run: RunConfig, steps: int, world: int, rank: int) -> dict[str, Any]
     exposed = Exposed()
     exposed.watch()
     local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=120)), torch.device("cpu"))
-    # Ranks of tensor parallelism have the same tokens.
-    tp = run.parallel.tp
-    generator = torch.Generator().manual_seed(rank // tp)
-    count = run.data.global_batch * TOKENS
+    # Ranks of tensor and context parallelism have the same sequences.
+    cp, sharing, length = run.parallel.cp, run.parallel.tp * run.parallel.cp, run.data.seq_len
+    generator = torch.Generator().manual_seed(rank // sharing)
+    count = run.data.global_batch * length
     batches = []
-    for _ in range(run.data.global_batch * tp // world):
-        tokens = torch.randint(256, (TOKENS + 1,), generator=generator)
-        batches.append(whole_batch(tokens[:-1], tokens[1:], (TOKENS,), step_labels=count, step_tokens=count))
+    for _ in range(run.data.global_batch * sharing // world):
+        tokens = torch.randint(256, (length + 1,), generator=generator)
+        whole = whole_batch(tokens[:-1], tokens[1:], (length,), step_labels=count, step_tokens=count, context_size=cp)
+        batches.append(context_shard(whole, rank % cp))
     seconds, waits, sent = [], [], []
     local_model.sharding.start_step()
     for _ in range(steps + 1):
@@ -227,7 +235,7 @@ def compare(runs: dict[str, RunConfig], world: int, steps: int) -> dict[str, Any
 def page_rows(found: dict[str, Any]) -> list[str]:
     """As docs/pipelines.md has them."""
     rows = []
-    for part in ("pairs", "one microbatch", "tensor parallel"):
+    for part in ("pairs", "one microbatch", "tensor parallel", "ulysses"):
         count = found["microbatches"] if part == "pairs" else 1
         for name, each in found[part]["settings"].items():
             shown = f"{each['exposed']:.1%}".replace("%", " %"), f"{each['step_over_bound']:.2f}"
@@ -246,12 +254,13 @@ def main() -> None:
     in_pairs = [name for name in SETTINGS if "pairs" in name]
     many = {name: run_config(SETTINGS[name], args.ranks, args.microbatches, False) for name in (PLAIN, *in_pairs)}
     one = {name: run_config(SETTINGS[name], args.ranks, 1, True) for name in SETTINGS if name not in in_pairs}
-    dense = {name: dense_run(parallel, args.ranks) for name, parallel in TENSOR_SETTINGS.items()}
+    tensor = {name: dense_run(ParallelConfig(tp=args.ranks, **more)) for name, more in TENSOR_SETTINGS.items()}
+    ulysses = {name: dense_run(ParallelConfig(cp=args.ranks, **more)) for name, more in ULYSSES_SETTINGS.items()}
     pairs = compare(many, args.ranks, args.steps)
-    alone, tensor = (compare(runs, args.ranks, args.steps * 3) for runs in (one, dense))
+    parts = {"one microbatch": one, "tensor parallel": tensor, "ulysses": ulysses}
+    alone = {part: compare(runs, args.ranks, args.steps * 3) for part, runs in parts.items()}
     found = {"ranks": args.ranks, "cores": os.cpu_count(), "mbit_s": MBIT_S, "steps": args.steps}
-    found |= {"tokens": TOKENS, "microbatches": args.microbatches, "pairs": pairs, "one microbatch": alone}
-    found |= {"tensor parallel": tensor}
+    found |= {"tokens": TOKENS, "microbatches": args.microbatches, "pairs": pairs, **alone}
     print("\n".join(page_rows(found)))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
