@@ -83,6 +83,11 @@ def frozen(chosen: Case, *patterns: str) -> Case:
     return replace(chosen, run=replace(chosen.run, optim=replace(chosen.run.optim, frozen=patterns)))
 
 
+def clipped(chosen: Case) -> Case:
+    """The same with Muon, and QK-clip."""
+    return replace(chosen, run=replace(chosen.run, optim=recipe("kimi_k2").optim))
+
+
 # Whole recipes: kinds of recompute, sharding with and without replicas, every axis, schedules, MTP modules.
 WHOLE = {
     "mixtral 8x7b, pipeline": case("mixtral_8x7b", 32, batch=64, pp=4, ep=8),
@@ -159,6 +164,13 @@ SMALL = {
     "tensor in chunks": case("deepseek_v3_proxy", 4, batch=8, tp=2, ep=2, overlap=("tensor_parallel",), tp_chunks=3),
     "tensor in chunks, narrow sums": case(
         "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, overlap=("tensor_parallel",), precision={"tp_reduce": "bfloat16"}
+    ),
+    "muon": clipped(case("kimi_k2_proxy", 4, batch=8, ep=2)),
+    "muon, flat": clipped(case("mixtral_8x7b_proxy", 4, batch=8, pp=2, ep=2, sharding="flat")),
+    "muon, replicas, tensor": clipped(case("kimi_k2_proxy", 8, batch=8, tp=2, ep=2, dp_replicate=2, edp_replicate=2)),
+    "muon, contexts": clipped(case("kimi_k2_proxy", 4, batch=8, cp=2, ep=2)),
+    "muon, contexts, attention again": clipped(
+        case("mixtral_8x7b_proxy", 4, batch=8, cp=2, tp=2, ep=2, again=("attention",))
     ),
     "chunks, once per host": case(
         "deepseek_v3_proxy", 8, batch=8, cp=2, ep=8, dispatcher="two_level", ep_inner=4, exchange_chunks=2

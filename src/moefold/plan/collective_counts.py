@@ -36,6 +36,7 @@ from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.plan.expert_messages import Tally, expert_messages, tokens_of, tp_gather, tp_reduce
+from moefold.plan.optimizer_messages import gathered_keys, optimizer_messages
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named
@@ -293,6 +294,7 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
         counts += 8
     for size in (_BALANCE * layers, counts, _NORM):
         tally.add("all_reduce", "world", size)
+    optimizer_messages(run, layout, rank, tally)
 
 
 # ---- tokens of a microbatch, in each part of the model ----
@@ -354,10 +356,8 @@ def _context(run: RunConfig, layout: FoldedLayout, rank: int, times: int, again:
     if run.parallel.context.full != "ring" or (
         isinstance(attention, GQAConfig) and (attention.window is not None or attention.chunk is not None)
     ):
-        what = "only a ring over whole documents is counted"
-        raise ConfigError(
-            Problem("parallel.context", f"{what}, not all-to-all over heads, windows or chunks", "use ring")
-        )
+        what = "only a ring over whole documents is counted, not all-to-all over heads, windows or chunks"
+        raise ConfigError(Problem("parallel.context", what, "use ring"))
     heads, entries = _keys(attention, layout.size("tp"))
     kept = tokens.shared * heads * entries * tokens.word
     slices = min(heads, max(1, kept // _SMALLEST_MESSAGE))
@@ -371,6 +371,7 @@ def _context(run: RunConfig, layout: FoldedLayout, rank: int, times: int, again:
     rounds = 2 + again
     tally.calls["send", group] += times * calls * (rounds + 1)
     tally.sizes["send", group] += times * heads * entries * (rounds * sent * tokens.word + arriving * tokens.wide)
+    gathered_keys(run, layout, times * (1 + again), tally)
 
 
 def _keys(attention: GQAConfig | MLAConfig, tp: int) -> tuple[int, int]:
