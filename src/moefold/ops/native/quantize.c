@@ -53,8 +53,7 @@ static inline float nearest(float magnitude, int bits, int smallest) {
     int cut = 23 - bits;
     uint32_t u = to_bits(magnitude);
     float normal = from_bits((u + ((1u << (cut - 1)) - 1) + ((u >> cut) & 1)) >> cut << cut);
-    float quantum = power_of_two(smallest - bits);
-    float small = rintf(magnitude / quantum) * quantum;
+    float small = rintf(magnitude * power_of_two(bits - smallest)) * power_of_two(smallest - bits);
     return magnitude < power_of_two(smallest) ? small : normal;
 }
 
@@ -85,14 +84,12 @@ static inline float uniform(uint64_t block, uint64_t place) {
 
 /* The byte of a number of the format. */
 static inline uint8_t code_of(float value, int element, int bits, int smallest) {
-    uint8_t sign = (uint8_t)(to_bits(value) >> 31);
-    float magnitude = fabsf(value);
-    if (value != value) return element == E2M1 ? 0 : 0x7f;
-    int exponent = (int)(to_bits(magnitude) >> 23) - 127;
-    int code;
-    if (exponent < smallest) code = (int)(magnitude / power_of_two(smallest - bits));
-    else code = ((exponent - smallest + 1) << bits) | (int)((to_bits(magnitude) & 0x7fffff) >> (23 - bits));
-    return (uint8_t)(sign << (element == E2M1 ? 3 : 7) | code);
+    uint32_t u = to_bits(value), magnitude = u & 0x7fffffff;
+    uint32_t normal = (magnitude >> (23 - bits)) - ((uint32_t)(126 + smallest) << bits);
+    uint32_t small = (uint32_t)(int)(from_bits(magnitude) * power_of_two(bits - smallest));
+    uint32_t code = magnitude < to_bits(power_of_two(smallest)) ? small : normal;
+    code |= u >> 31 << (element == E2M1 ? 3 : 7);
+    return (uint8_t)(magnitude > 0x7f800000 ? (element == E2M1 ? 0 : 0x7f) : code);
 }
 
 static float nearest_e4m3(float x) { return nearest(saturate(x, 448.0f), 3, -6); }
@@ -184,21 +181,42 @@ static inline uint32_t largest_of(const float *x, long count, uint32_t amax) {
     return amax;
 }
 
-#define ROUND_ROW(ELEMENT, BITS, SMALLEST)                                                                         \
-    for (long j = 0; j < count; j++) {                                                                             \
-        float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[ELEMENT]);                         \
-        row[j] = copysignf(nearest(magnitude, BITS, SMALLEST), scaled);                                            \
+/* A row of a block: its codes, and the values that codes and scale stand for. Inlined for each element and the usual
+ * lengths, since blocks are short: with a length that is known only at run time most of the time goes into loops' ends. */
+static inline __attribute__((always_inline)) void narrow(
+    float *restrict row, uint8_t *restrict codes, long count, float encode, float decode, int element) {
+    int bits = FRACTION_BITS[element], smallest = SMALLEST_EXPONENT[element];
+    for (long j = 0; j < count; j++) {
+        float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[element]);
+        float rounded = copysignf(nearest(magnitude, bits, smallest), scaled);
+        if (codes) codes[j] = code_of(rounded, element, bits, smallest);
+        row[j] = rounded * decode;
     }
+}
 
-static void round_row(float *restrict row, long count, float encode, int element) {
-    if (element == E4M3) { ROUND_ROW(E4M3, 3, -6) }
-    else if (element == E5M2) { ROUND_ROW(E5M2, 2, -14) }
-    else { ROUND_ROW(E2M1, 1, 0) }
+static inline __attribute__((always_inline)) void narrow_element(
+    float *restrict row, uint8_t *restrict codes, long count, float encode, float decode, int element) {
+    if (codes && count == 32) narrow(row, codes, 32, encode, decode, element);
+    else if (codes && count == 128) narrow(row, codes, 128, encode, decode, element);
+    else if (codes) narrow(row, codes, count, encode, decode, element);
+    else if (count == 32) narrow(row, NULL, 32, encode, decode, element);
+    else narrow(row, NULL, count, encode, decode, element);
+}
+
+static void narrow_row(float *restrict row, uint8_t *restrict codes, long count, float encode, float decode, int element) {
+    if (element == E4M3) narrow_element(row, codes, count, encode, decode, E4M3);
+    else if (element == E5M2) narrow_element(row, codes, count, encode, decode, E5M2);
+    else narrow_element(row, codes, count, encode, decode, E2M1);
+}
+
+static inline __attribute__((always_inline)) void widen(
+    const uint8_t *restrict codes, float *restrict values, long count, const float *restrict numbers, float scale) {
+    for (long j = 0; j < count; j++) values[j] = numbers[codes[j]] * scale;
 }
 
 static void quantize(const struct matrix *a, const struct cast *cast) {
     int element = cast->element, bits = FRACTION_BITS[element], smallest = SMALLEST_EXPONENT[element];
-    long blocks_per_row = (a->k + cast->columns - 1) / cast->columns;
+    long at = 0;
     load_all(a);
     if (cast->hadamard) {
         transform(a->values, a->m * a->k / 16);
@@ -222,8 +240,7 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
                 bits_of_amax = largest_of(a->values + i * a->k + left, right - left, bits_of_amax);
             float largest = from_bits(bits_of_amax), amax = largest, encode, decode;
             if (a->amax && cast->rule != TWO_LEVEL) amax = *a->amax;
-            long at = top / cast->rows * blocks_per_row + left / cast->columns;
-            scales_of(amax, cast, whole, &encode, &decode, a->scales, at);
+            scales_of(amax, cast, whole, &encode, &decode, a->scales, at++);
             uint64_t block = cast->seed;
             if (cast->stochastic)
                 for (long i = top; i < bottom; i++)
@@ -231,17 +248,18 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
                         block += content(a->values[i * a->k + j], largest, (uint64_t)((i - top) * cast->columns + j - left + 1));
             for (long i = top; i < bottom; i++) {
                 float *row = a->values + i * a->k + left;
-                if (cast->stochastic)
-                    for (long j = 0; j < right - left; j++) {
-                        float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[element]);
-                        float noise = uniform(block, (uint64_t)((i - top) * cast->columns + j + 1));
-                        row[j] = copysignf(saturate(stochastic(magnitude, noise, bits, smallest), TOP[element]), scaled);
-                    }
-                else round_row(row, right - left, encode, element);
-                if (a->codes)
-                    for (long j = 0; j < right - left; j++)
-                        a->codes[i * a->k + left + j] = code_of(row[j], element, bits, smallest);
-                for (long j = 0; j < right - left; j++) row[j] *= decode;
+                uint8_t *codes = a->codes ? a->codes + i * a->k + left : NULL;
+                if (!cast->stochastic) {
+                    narrow_row(row, codes, right - left, encode, decode, element);
+                    continue;
+                }
+                for (long j = 0; j < right - left; j++) {
+                    float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[element]);
+                    float noise = uniform(block, (uint64_t)((i - top) * cast->columns + j + 1));
+                    float rounded = copysignf(saturate(stochastic(magnitude, noise, bits, smallest), TOP[element]), scaled);
+                    if (codes) codes[j] = code_of(rounded, element, bits, smallest);
+                    row[j] = rounded * decode;
+                }
             }
         }
 }
@@ -280,10 +298,14 @@ void dequantize_stack(const uint8_t *codes, const float *decode, float *values, 
     for (int code = 0; code < 256; code++) numbers[code] = number_of(cast->element == E2M1 ? code & 15 : code, cast->element);
     long rows = (m + cast->rows - 1) / cast->rows, columns = (k + cast->columns - 1) / cast->columns;
     for (long matrix = 0; matrix < count; matrix++, codes += m * k, values += m * k, decode += rows * columns)
-        for (long i = 0; i < m; i++)
+        for (long i = 0; i < m; i++) {
+            const float *scales = decode + i / cast->rows * columns;
             for (long block = 0; block < columns; block++) {
                 long left = block * cast->columns, right = left + cast->columns < k ? left + cast->columns : k;
-                float scale = decode[i / cast->rows * columns + block];
-                for (long j = left; j < right; j++) values[i * k + j] = numbers[codes[i * k + j]] * scale;
+                float scale = scales[block];
+                const uint8_t *from = codes + i * k + left;
+                if (right - left == 32) widen(from, values + i * k + left, 32, numbers, scale);
+                else widen(from, values + i * k + left, right - left, numbers, scale);
             }
+        }
 }
