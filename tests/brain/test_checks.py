@@ -37,13 +37,12 @@ from moefold.config.attention import (
     YarnConfig,
 )
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.config.loss_scale import LossScaleConfig
 from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
 from moefold.config.parallel import ContextConfig, EchoConfig, ParallelConfig, RankOrderConfig
-from moefold.config.precision import KernelsConfig, PrecisionConfig
+from moefold.config.precision import KernelsConfig, LossScaleConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import DpoConfig, RoutingTraceConfig, SavingConfig, StragglersConfig, TrainConfig
 from moefold.recipes.catalog import RECIPES

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefold.config.loss_scale import LossScaleConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import LossScaleConfig, PrecisionConfig
 from moefold.pipeline.step import unscale_gradients
 from moefold.precision.loss_scaling import (
     LossScale,

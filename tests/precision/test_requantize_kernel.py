@@ -17,8 +17,7 @@ from tests.body.kernel_memory import watching
 from tests.precision.cast_draws import ROW_CASTS, assert_same, draw
 
 from moefold.config.casts import Cast
-from moefold.config.message_casts import DISPATCH_CASTS, DispatchFormat
-from moefold.config.precision_recipes import PRECISION_RECIPES
+from moefold.config.precision_recipes import DISPATCH_CASTS, PRECISION_RECIPES, DispatchFormat
 from moefold.ops.kernels.interpret import interpreting
 from moefold.precision.both_directions import narrows_rows_alone, requantize_reference
 from moefold.precision.cast_kernels import cast_both_triton, requantize_triton

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.blueprint.narrow_bytes import cast_bytes
 from moefold.config.casts import Cast
-from moefold.config.message_casts import DISPATCH_CASTS
+from moefold.config.precision_recipes import DISPATCH_CASTS
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.quantize import quantize
 from moefold.precision.row_messages import NarrowRowCodec

@@ -17,11 +17,11 @@ import moefold
 from moefold.comm import collectives
 from moefold.comm.process_groups import Groups
 from moefold.config.data import DataConfig
-from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import NamedDispatcher
 from moefold.config.precision import PrecisionConfig
+from moefold.config.precision_recipes import DISPATCH_CASTS
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing, RowCodecs, row_codecs

@@ -16,7 +16,7 @@ from moefold.comm import collectives
 from moefold.comm.collectives import all_gather_rows, reduce_scatter_rows
 from moefold.comm.message_codecs import PartCodec
 from moefold.comm.process_groups import Groups
-from moefold.config.message_casts import TP_REDUCE_CASTS
+from moefold.config.precision_recipes import TP_REDUCE_CASTS
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.row_messages import NarrowPartCodec
 

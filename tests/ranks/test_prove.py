@@ -18,9 +18,9 @@ from moefold.blueprint.narrow_matmuls import INPUT_STEPS
 from moefold.checks.run_all import problems
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.memory import RetainedStep
-from moefold.config.message_casts import DispatchFormat
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format, RowPadding
+from moefold.config.precision_recipes import DispatchFormat
 from moefold.errors import MoefoldError
 from moefold.prove import faults
 from moefold.prove.case_features import features_of

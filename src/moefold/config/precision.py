@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from moefold.config.loss_scale import LossScaleConfig
-from moefold.config.message_casts import DispatchFormat, TpReduceFormat
-from moefold.config.precision_recipes import DownInput, RecipeName
+from moefold.config.precision_recipes import DispatchFormat, DownInput, RecipeName, TpReduceFormat
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
@@ -54,6 +52,31 @@ Graphs = Literal["none", "partial", "full"]
 GraphScope = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 CpuMatmul = Literal["auto", "compute", "float32"]
 Compile = Literal["none", "regions"]
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """The loss scale of float16: a number that the loss is multiplied by, and gradients are divided by again.
+
+    float16 has no numbers between 0 and 6e-8, where many gradients of activations lie. The backward pass is linear in
+    the loss, so a scaled loss moves all of them up, and 65,504, the largest float16, bounds the scale from above. A
+    dynamic scale is searched for while training, by Megatron's rule (`precision/loss_scaling.py`). Names and defaults
+    are Megatron's; its factors, 2 and 1/2, are not options there either.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # dynamic; or one number for all steps, such as 4096 (Megatron's loss-scale). Powers of two are exact; 1: none.
+    scale: Literal["dynamic"] | float = "dynamic"
+    # The first value of a dynamic scale (initial-loss-scale).
+    initial: float = 2.0**32
+    # Its smallest value (min-loss-scale).
+    min: float = 1.0
+    # After this many finite steps without an overflow between them, the scale doubles (loss-scale-window).
+    window: int = 1000
+    # The scale is halved at an overflow from this many on since it last doubled. 1, as torch.amp.GradScaler: at every
+    # one.
+    hysteresis: int = 2
 
 
 @dataclass(frozen=True)
@@ -98,12 +121,12 @@ class PrecisionConfig:
     reduce: Literal[Format, "bfloat16_all_to_all"] | None = None
     # Sums of activations and of their gradients over tensor-parallel ranks. None: `compute`, or float32 if that is
     # narrower. bfloat16 rounds each partial sum, and sends half the bytes. fp8_all_to_all: parts are sent in FP8 to the
-    # rank that owns their sum, and summed there in float32 (`config/message_casts.py`).
+    # rank that owns their sum, and summed there in float32 (`config/precision_recipes.py`).
     tp_reduce: Literal[Format, TpReduceFormat] | None = None
-    # Rows on their way to experts, in dispatch and in combine's backward: codes and scales (`config/message_casts.py`).
-    # What comes back is in `compute`. None: as rows are.
+    # Rows on their way to experts, in dispatch and in combine's backward: codes and scales, as above. What comes back is
+    # in `compute`. None: as rows are.
     dispatch: DispatchFormat | None = None
-    # Of float16 (`config/loss_scale.py`). None: a dynamic one with its defaults; other formats have none.
+    # Of float16 (`LossScaleConfig`). None: a dynamic one with its defaults; other formats have none.
     loss_scale: LossScaleConfig | None = None
 
     @property

@@ -18,9 +18,8 @@ from moefold.blueprint.narrow_matmuls import (
     sharded_operands,
 )
 from moefold.blueprint.parameters import ParameterSpec, is_expert
-from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.precision import NarrowGemmBackend, PrecisionConfig
-from moefold.config.precision_recipes import PRECISION_RECIPES
+from moefold.config.precision_recipes import DISPATCH_CASTS, PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.moe.experts import Experts
 from moefold.moe.grouped_experts import GroupedExperts, KernelPermutation, NarrowingPermutation

@@ -14,7 +14,7 @@ from moefold.checks.kernels import experts_in_use
 from moefold.comm.message_codecs import SumFormat
 from moefold.comm.p2p import CommStream
 from moefold.comm.process_groups import Groups
-from moefold.config.message_casts import TP_REDUCE_CASTS
+from moefold.config.precision_recipes import TP_REDUCE_CASTS
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces
 from moefold.moe.dispatch.base import SplitSizeSource, most_rank_tokens

@@ -23,9 +23,9 @@ from math import comb
 from typing import Literal, cast, get_args
 
 from moefold.blueprint.narrow_bytes import cast_bytes
-from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.parallel import EngineDispatcher, LinkConfig, NamedDispatcher, PlannedDispatcherName
 from moefold.config.precision import BYTES
+from moefold.config.precision_recipes import DISPATCH_CASTS
 from moefold.config.run import RunConfig
 
 # The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.

@@ -31,9 +31,9 @@ from typing import NamedTuple, cast
 from moefold.batching.zigzag import held_spans
 from moefold.blueprint.narrow_bytes import cast_bytes
 from moefold.blueprint.row_bounds import row_bounds
-from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.moe import MoEConfig
 from moefold.config.precision import BYTES, Format
+from moefold.config.precision_recipes import TP_REDUCE_CASTS
 from moefold.config.run import RunConfig
 from moefold.plan.dispatch_choice import ENGINE_DISPATCHERS, dispatcher_in_use, planned_as, sent_row_bytes
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes

@@ -20,8 +20,8 @@ from functools import lru_cache
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.row_bounds import bounds_rows
-from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.precision import BYTES
+from moefold.config.precision_recipes import TP_REDUCE_CASTS
 from moefold.plan.dispatch_choice import sent_row_bytes
 from moefold.plan.workload import Workload
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 
-from moefold.config.loss_scale import LossScaleConfig
+from moefold.config.precision import LossScaleConfig
 
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
 # Of float32.

@@ -15,11 +15,10 @@ from moefold.checks.retained_steps import PAGED_STEPS
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
 from moefold.config.memory import MemoryConfig, RetainedStep, Retention
-from moefold.config.message_casts import DispatchFormat
 from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.parallel import EchoConfig, RankOrderConfig
 from moefold.config.precision import CastBackend, GraphScope, PrecisionConfig, RowPadding
-from moefold.config.precision_recipes import RecipeName
+from moefold.config.precision_recipes import DispatchFormat, RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks, shares_amaxes_of_shares
 from moefold.topology.folded_layout import DENSE_ORDERS, EXPERT_ORDERS

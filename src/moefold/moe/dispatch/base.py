@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import num_held
-from moefold.config.message_casts import DISPATCH_CASTS
+from moefold.config.precision_recipes import DISPATCH_CASTS
 from moefold.config.run import RunConfig
 from moefold.moe.permute import count_assignments
 from moefold.moe.topk import capacity_of
