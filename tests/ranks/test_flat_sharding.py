@@ -189,7 +189,8 @@ MARKS = {"pipeline": (), "everything": pytest.mark.slow, "replicas": pytest.mark
 def test_steps_are_those_of_fsdp(name: str) -> None:
     """To the bit: two steps with an evaluation after each, and main weights."""
     world, precision, layout = AGAINST_FSDP[name]
-    runs = [small_run(precision, sharding=sharding, bucket_mb=1, **layout) for sharding in ("fsdp", "flat")]
+    # Buckets of less than a layer, most of which are summed while earlier layers go backward.
+    runs = [small_run(precision, sharding=sharding, bucket_mb=0.05, **layout) for sharding in ("fsdp", "flat")]
     if layout.get("pp", 1) == 1:
         batch = world // (layout.get("tp", 1) * layout.get("cp", 1))
         runs = [replace(run, data=replace(run.data, global_batch=batch)) for run in runs]
@@ -299,6 +300,47 @@ def test_collectives_run_beside_the_first_and_the_last_microbatches() -> None:
 
     for stages, before_the_end, early in in_groups(work, run, 4):
         assert stages == 2 and before_the_end and early
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"param_sync": "hierarchical", "ranks_per_host": 2}, {"pp": 2, "ep": 2}], ids=str
+)
+def test_buckets_travel_beside_the_layers_of_one_stage(layout: dict[str, Any]) -> None:
+    """A bucket is waited for by the first layer that reads it, and leaves when the last backward has left that layer.
+
+    Only what the first part of a stage reads waits for the end of the backward, if nothing with a gradient enters it.
+    """
+    run = small_run(sharding="flat", bucket_mb=0.05, **layout)
+
+    def work(groups: Groups) -> None:
+        local_model = build_local_model(run, groups, CPU)
+        sharding = local_model.sharding
+        assert isinstance(sharding, FlatSharding)
+        sent = [bucket for bucket in sharding.buckets if not bucket.shard.alone]
+        (stage,) = {stage for bucket in sent for stage in bucket.layout.stages}
+        entered: list[tuple[int, set[int]]] = []
+        late: list[set[int]] = []
+        enter, after = sharding._enter_part, sharding.after_backward
+
+        def on_enter(stage: int, part: int) -> None:
+            enter(stage, part)
+            done = {b.layout.first_part(stage) for b in sent if not b.gathering and not b.gather_inside}
+            entered.append((part, done))
+
+        def on_after(stage: int) -> None:
+            late.append({b.layout.first_part(stage) for b in sharding.trained if b.sent is None})
+            after(stage)
+
+        sharding._enter_part, sharding.after_backward = on_enter, on_after  # type: ignore[method-assign]
+        optimizer = make_optimizer(local_model)
+        run_step(local_model, optimizer, real_batches(run, groups, 0))
+        parts = {bucket.layout.first_part(stage) for bucket in sent}
+        assert len(parts) > 1
+        assert [part for part, _ in entered] == sorted({part for part, _ in entered})
+        assert all(done == {other for other in parts if other <= part} for part, done in entered)
+        assert late == [{0} if groups["pp"].index == 0 else set()]
+
+    in_groups(work, run, 4)
 
 
 def in_groups(work: Callable[[Groups], Any], run: RunConfig, world: int) -> list[Any]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from moefold.api.runs import load_run
 from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.parameters import parameters
+from moefold.blueprint.stage_modules import part_names
 from moefold.checkpoint.load import load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record, tensors_elsewhere
@@ -140,7 +141,8 @@ def codes_in_use(local_model: LocalModel) -> dict[str, tuple[Tensor, Tensor]]:
     sharding = local_model.sharding
     sharding.start_evaluation()
     for stage in local_model.stages:
-        sharding.before_forward(stage.index)
+        if (enter := sharding.part_hooks(stage.index).enter) is not None:
+            enter(len(part_names(stage)) - 1)
     if isinstance(sharding, FsdpSharding):
         assert sharding.coded is not None
         unshard_for_step(local_model.model, sharding.dtypes)

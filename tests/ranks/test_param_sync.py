@@ -26,7 +26,7 @@ from moefold.pipeline.step import evaluate, make_optimizer, run_step
 from moefold.plan.collective_counts import messages
 
 WIDE = PrecisionConfig(params="float64", compute="float64")
-FOUR_STEPS = {"param_sync": "hierarchical", "sharding": "flat", "bucket_mb": 1}
+FOUR_STEPS = {"param_sync": "hierarchical", "sharding": "flat", "bucket_mb": 0.05}
 # World, ranks per host, the layout, and which grids have ranks both beside each other and on other hosts.
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
     "two hosts of two": (4, 2, {}, ("dense_shard", "expert_shard")),

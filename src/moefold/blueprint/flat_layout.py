@@ -30,7 +30,7 @@ from math import prod
 
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.blueprint.sharding import grid_of, local_shape
-from moefold.blueprint.stage_modules import Parts, parts_of
+from moefold.blueprint.stage_modules import Parts, first_part, parts_of
 from moefold.blueprint.stages import StageSpec
 from moefold.config.casts import ELEMENT_BITS, Cast
 from moefold.config.model import ModelConfig
@@ -93,6 +93,11 @@ class FlatBucket:
     cast: Cast | None = None
     # Of the ranks that share the bucket, how many are on a host; 1 where hosts make no difference to who owns what.
     inside: int = 1
+    # Of each of its stages, the number of the first part that reads any of its parameters.
+    first_parts: tuple[int, ...] = ()
+
+    def first_part(self, stage: int) -> int:
+        return self.first_parts[self.stages.index(stage)]
 
     @property
     def element_bytes(self) -> int:
@@ -153,7 +158,8 @@ def flat_buckets(
     ``casts``: of weights that are gathered as codes. ``ranks_per_host``: for sums inside of hosts first.
     """
     casts = casts or {}
-    parts = {stage.index: parts_of((stage,), model) for stage in stages}
+    by_index = {stage.index: stage for stage in stages}
+    parts = {index: parts_of((stage,), model) for index, stage in by_index.items()}
     groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, bool, str, Cast | None], list[ParameterSpec]] = {}
     for spec, shared in held:
         users, kept = stages_using(spec.name, parts), weight_format(spec, precision)
@@ -164,7 +170,8 @@ def flat_buckets(
         for names in _filled({spec.name: local_shape(spec, layout) for spec in specs}, limit):
             group = "expert_shard" if grid == "expert" else "dense_shard"
             inside = ranks_inside(layout, group, ranks_per_host) or 1
-            found.append(FlatBucket(grid, kept, users, _placed(names), updated, cast, inside))
+            firsts = tuple(min(first_part(name, by_index[user]) for name in names) for user in users)
+            found.append(FlatBucket(grid, kept, users, _placed(names), updated, cast, inside, firsts))
     return tuple(sorted(found, key=lambda bucket: bucket.stages))
 
 

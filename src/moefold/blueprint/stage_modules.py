@@ -65,6 +65,38 @@ def parts_of(stages: Iterable[StageSpec], model: ModelConfig) -> Parts:
     )
 
 
+def part_names(stage: StageSpec) -> tuple[str, ...]:
+    """What a stage's forward runs through, in order, and its backward in reverse.
+
+    >>> part_names(StageSpec(1, False, range(4, 6), (0,), True))
+    ('layer 4', 'layer 5', 'ahead 0', 'loss')
+    """
+    layers = (f"layer {layer}" for layer in stage.layers)
+    ahead = (f"ahead {depth}" for depth in stage.mtp)
+    return (*["embedding"] * stage.embedding, *layers, *ahead, *["loss"] * stage.loss)
+
+
+def first_part(name: str, stage: StageSpec) -> int:
+    """The number of the first part of the stage that reads this parameter, which the stage holds.
+
+    Before it the parameter may still be under way, and when the stage's last backward has left it, the parameter's
+    gradient is complete: parts that read it too come later, and go backward earlier.
+    """
+    folder, _, rest = name.partition(".")
+    number = int(rest.partition(".")[0]) if folder in ("layers", "mtp", "mtp_norms") else 0
+    readers = {
+        "embedding": ("embedding", *(f"ahead {depth}" for depth in stage.mtp)),
+        "layers": (f"layer {number}",),
+        "mtp": (f"ahead {number}",),
+        # An MTP module reads the hidden state before it after that one's norm, and the loss reads all of them.
+        "final_norm": ("ahead 0",),
+        "mtp_norms": (f"ahead {number + 1}",),
+        "head": (),
+    }[folder]
+    parts = part_names(stage)
+    return min(parts.index(reader) for reader in (*readers, "loss") if reader in parts)
+
+
 def whole_model(model: ModelConfig) -> StageSpec:
     """The one stage of a model that is not cut."""
     return StageSpec(0, True, range(model.num_layers), tuple(range(model.num_mtp)), True)

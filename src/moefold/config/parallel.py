@@ -133,8 +133,10 @@ class ParallelConfig:
     dp_replicate: int = 1
     edp_replicate: int = 1
     # Gradients that the step sums itself are summed in buckets of at most so many MiB, one collective each: all of them
-    # in pipelines and overlapped schedules, else those that ranks of tp or etp share. FSDP sums a layer's at once.
-    bucket_mb: int = 128
+    # in pipelines and overlapped schedules, else those that ranks of tp or etp share. FSDP sums a layer's at once. Flat
+    # sharding gathers and sums in them: one of fewer layers arrives before its layers need it, and leaves when their
+    # last backward ends.
+    bucket_mb: float = 128.0
     # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
     # By other libraries on GPUs: deepep, deepep_elastic, symmetric_memory. Planned only: hybridep.
     dispatcher: Literal[DispatcherName, EngineDispatcher, PlannedDispatcherName] = "all_to_all"

@@ -123,8 +123,8 @@ class PrecisionConfig:
     # narrower. bfloat16 rounds each partial sum, and sends half the bytes. fp8_all_to_all: parts are sent in FP8 to the
     # rank that owns their sum, and summed there in float32 (`config/precision_recipes.py`).
     tp_reduce: Literal[Format, TpReduceFormat] | None = None
-    # Rows on their way to experts, in dispatch and in combine's backward: codes and scales, as above. What comes back is
-    # in `compute`. None: as rows are.
+    # Rows on their way to experts, in dispatch and in combine's backward: codes and scales. What comes back is in
+    # `compute`. None: as rows are.
     dispatch: DispatchFormat | None = None
     # Of float16 (`LossScaleConfig`). None: a dynamic one with its defaults; other formats have none.
     loss_scale: LossScaleConfig | None = None

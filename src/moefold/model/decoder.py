@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from moefold.moe.router import Router
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
 from moefold.nn.phase import Phase, Stream, nest, run_in_order
+from moefold.nn.phase_autograd import NO_HOOKS, PartHooks, boundary
 from moefold.nn.vocab import Embedding, LanguageLoss
 
 
@@ -83,11 +85,19 @@ class Decoder(nn.Module):
         earlier_ME: Tensor | None = None,
         stage: StageSpec | None = None,
         hidden: HiddenState | None = None,
+        hooks: PartHooks = NO_HOOKS,
     ) -> DecoderOutput:
         """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per MoE layer."""
         phases = tuple(self._walk(batch, earlier_ME, stage or self.whole, take_apart=False))
-        output: DecoderOutput = run_in_order(phases, DecoderOutput(hidden))
-        return output
+        carry = DecoderOutput(hidden)
+        for phase in phases:
+            if phase.part is not None and hooks.enter is not None:
+                hooks.enter(phase.part)
+            if phase.part is not None and hooks.left is not None and carry.hidden is not None:
+                x_tD, *ahead_tD = boundary(partial(hooks.left, phase.part), (carry.hidden.x_tD, *carry.hidden.ahead_tD))
+                carry = carry._replace(hidden=HiddenState(x_tD, tuple(ahead_tD)))
+            carry = phase.run(carry)
+        return carry
 
     def phases(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> tuple[Phase, ...]:
         """The same forward in pieces fine enough to run between another microbatch's."""
@@ -140,24 +150,26 @@ class Decoder(nn.Module):
 
         A part that is one phase is a call of its module: sharded data parallelism gathers parameters around those.
         """
+        number = count()
         if stage.embedding:
-            yield Phase("embedding", Stream.COMPUTE, partial(self._embed, batch))
+            yield Phase("embedding", Stream.COMPUTE, partial(self._embed, batch), part=next(number))
         for layer in stage.layers:
             row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
             block = self.layers[str(layer)]
             assert isinstance(block, Block)
             whole = Phase(f"layer {layer}", Stream.COMPUTE, partial(_call, block, batch, earlier_E))
             phases = block.phases(batch, earlier_E) if take_apart else (whole,)
-            yield from nest(phases, _hidden_state_of, partial(_after_layer, row))
+            yield from _as_part(next(number), nest(phases, _hidden_state_of, partial(_after_layer, row)))
         for depth in stage.mtp:
             row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
             module, tokens = self.mtp[str(depth)], partial(self._tokens_ahead, depth, batch)
             assert isinstance(module, MTPModule)
             whole = Phase(f"ahead {depth}", Stream.COMPUTE, partial(_call_ahead, module, tokens, batch, earlier_E))
             phases = module.phases(tokens, batch, earlier_E) if take_apart else (whole,)
-            yield from nest(phases, partial(self._before_ahead, depth), partial(_after_ahead, row))
+            nested = nest(phases, partial(self._before_ahead, depth), partial(_after_ahead, row))
+            yield from _as_part(next(number), nested)
         if stage.loss:
-            yield Phase("loss", Stream.COMPUTE, partial(self._losses, batch))
+            yield Phase("loss", Stream.COMPUTE, partial(self._losses, batch), part=next(number))
 
     def _row(self, name: str, earlier_ME: Tensor | None) -> tuple[int | None, Tensor | None]:
         if name not in self.moe_blocks:
@@ -204,6 +216,10 @@ class Decoder(nn.Module):
             for depth, y_tD in enumerate(ahead_tD)
         )
         return DecoderOutput(None, carry.reports, loss_sum, ahead_sums, logprob_S, entropy_S)
+
+
+def _as_part(number: int, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    return replace(phases[0], part=number), *phases[1:]
 
 
 def _hidden_state_of(carry: DecoderOutput) -> Tensor:

@@ -31,6 +31,8 @@ class Phase:
     at_once: bool = False
     # Whether it may have parameters, whose gradients a schedule may defer.
     has_weights: bool = True
+    # Of a stage's phases: the number of the part that begins with this one (`blueprint/stage_modules.py`).
+    part: int | None = None
 
 
 def run_in_order(phases: Sequence[Phase], carry: Any) -> Any:

@@ -4,6 +4,9 @@ The autograd graph is cut between phases: a phase's inputs enter a graph of thei
 gradients with which the backward of the previous phase starts at these entries. The phases themselves are those of the
 plain forward.
 
+A stage that runs as one graph tells where its parts end by ``boundary``: sharded data parallelism sends weights and
+gradients beside the computation and has to know when a part's gradients are complete.
+
 Neither an entry nor an output holds the tensor it stands for: a leaf of the graph would, and so would a root. What a
 phase passes on is held by nothing but what its consumers save.
 """
@@ -87,6 +90,49 @@ def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     return [entry.take() for entry in recorded.entries]
+
+
+OnPart = Callable[[int], None]
+
+
+class PartHooks(NamedTuple):
+    """Called with the number of a part of the stage: before a forward enters it, and when its backward has left it.
+
+    ``left`` is not called for a part that nothing with a gradient enters: the end of the backward is its own.
+    """
+
+    enter: OnPart | None = None
+    left: OnPart | None = None
+
+
+NO_HOOKS = PartHooks()
+
+
+class _BoundaryContext(Protocol):
+    left: Callable[[], None]
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _BoundaryContext, left: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.left = left
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: _BoundaryContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.left()
+        return None, *grads
+
+
+def boundary(left: Callable[[], None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors themselves; ``left`` is called when the backward of all that follows in the graph is over.
+
+    Autograd runs what is ready from the last operation of the forward to the first. Every operation of a part comes
+    after its boundary, so that none is left when the gradients of all tensors that entered the part are known.
+    """
+    with_grad = [tensor for tensor in tensors if tensor.requires_grad]
+    passed = iter(_Boundary.apply(left, *with_grad) if with_grad else ())
+    return tuple(next(passed) if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

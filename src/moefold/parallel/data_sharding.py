@@ -4,12 +4,13 @@
 this order:
 
     start_step            once per step
-    before_forward        of each stage, before its first forward of the step
+    part_hooks            of each stage: what the parts of its first forward and of its last backward of the step are
+                          to call; a backward that defers weight gradients calls none
     after_backward        of each stage, after its last backward of the step
     reduce_gradients      after the last action
     weights_changed       after the update, and after weights were initialised or loaded
 
-An evaluation calls ``start_evaluation``, ``before_forward`` and ``end_evaluation``.
+An evaluation calls ``start_evaluation``, ``part_hooks`` and ``end_evaluation``.
 
 ``FlatSync`` is how a flat buffer of P bytes is summed and gathered over the ranks that share it
 (``parallel.param_sync``): ``direct`` by one collective each, ``hierarchical`` in the four steps of MegaScale-MoE
@@ -36,6 +37,7 @@ from torch.distributed import Work
 
 from moefold.comm.collectives import start_all_gather, start_reduce_scatter
 from moefold.comm.process_groups import Group
+from moefold.nn.phase_autograd import PartHooks
 from moefold.parallel.param_shards import TrainedPiece
 
 # Gives memory to a module on the meta device.
@@ -58,7 +60,7 @@ class DataSharding(Protocol):
 
     def start_step(self) -> None: ...
 
-    def before_forward(self, stage: int) -> None: ...
+    def part_hooks(self, stage: int) -> PartHooks: ...
 
     def after_backward(self, stage: int) -> None: ...
 

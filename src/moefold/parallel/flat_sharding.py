@@ -9,17 +9,19 @@ are so as well, and the optimizer keeps the lower half of their bits. With ``pre
 narrow matmuls are buckets of codes (`parallel/flat_codes.py`), and so are the model's parameters.
 
     start_step           gradients are zeroed; the all-gathers of all buckets start, in the order of their first use
-    before_forward       waits for the buckets of the stage
-    after_backward       the reduce-scatters of buckets start of which no stage has a backward left
+    part_hooks           a part of the first forward waits for the buckets that it is the first to read; when the last
+                         backward has left it, their reduce-scatters start, if no other stage has a backward left
+    after_backward       the others of the stage start
     reduce_gradients     waits for them, and sums over replicas (hybrid sharding)
     weights_changed      main weights are rounded into this rank's range of the weights
 
 With ``parallel.param_sync: hierarchical`` each collective has two steps (`data_sharding.FlatSync`): sums inside of the
-host start after the backward and sums between hosts when they have ended; gathers between hosts start with the step and
-those inside when a forward needs them. Ranges are then numbered by place on the host (`blueprint/flat_layout.py`).
+host start as above and sums between hosts after the backward; gathers between hosts start with the step and those
+inside one part before a forward needs them. Ranges are then numbered by place on the host (`blueprint/flat_layout.py`).
 
-So both collectives run beside the first and last microbatches of a pipeline, and per step a parameter is sent once as a
-gradient and once as a weight, however many microbatches there are. A gradient is summed in the order of FSDP: over
+So both collectives run beside the first and last microbatches, also of a single stage: buckets of later layers arrive
+while earlier layers go forward, and leave while these go backward. Per step a parameter is sent once as a gradient and
+once as a weight, however many microbatches there are. A gradient is summed in the order of FSDP: over
 data-parallel ranks here, then over partial groups and pipeline ranks (`finish_gradients`), which have the same ranges.
 """
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +49,7 @@ from moefold.comm.process_groups import Group, Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
 from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.nn.phase_autograd import PartHooks
 from moefold.parallel.data_sharding import FlatSync, Materialize
 from moefold.parallel.flat_codes import FlatCodes, flat_codes
 from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece
@@ -220,23 +224,37 @@ class FlatSharding:
             bucket.gathering = bucket.sync.start_gather(bucket.weights, bucket.each)
             bucket.gathered, bucket.gather_inside = True, bucket.sync.levels is not None
 
-    def before_forward(self, stage: int) -> None:
-        needed = [bucket for bucket in self.buckets if stage in bucket.layout.stages]
-        for bucket in needed:
-            if bucket.gather_inside:
+    def part_hooks(self, stage: int) -> PartHooks:
+        return PartHooks(partial(self._enter_part, stage), partial(self._leave_part, stage))
+
+    @torch.no_grad()
+    def _enter_part(self, stage: int, part: int) -> None:
+        """Weights of the part have arrived; those of the next one are on their way inside of the host."""
+        buckets = [bucket for bucket in self.buckets if stage in bucket.layout.stages]
+        for bucket in buckets:
+            if bucket.gather_inside and bucket.layout.first_part(stage) <= part + 1:
                 _wait(bucket.gathering)
                 bucket.gathering = bucket.sync.finish_gather(bucket.weights, bucket.each)
                 bucket.gather_inside = False
-        for bucket in needed:
-            _wait(bucket.gathering)
+        for bucket in buckets:
+            if bucket.layout.first_part(stage) <= part:
+                _wait(bucket.gathering)
+
+    @torch.no_grad()
+    def _leave_part(self, stage: int, part: int) -> None:
+        """Gradients are complete of what no earlier part of the stage reads."""
+        for bucket in self.trained:
+            if bucket.open_stages == {stage} and bucket.layout.first_part(stage) == part:
+                self._start_sum(bucket)
 
     def after_backward(self, stage: int) -> None:
-        ending = [bucket for bucket in self.trained if bucket.open_stages == {stage}]
+        closing = [bucket for bucket in self.trained if bucket.open_stages == {stage}]
+        ending = [bucket for bucket in closing if bucket.sent is None]
         if self.weight_grads is not None and ending:
             self.weight_grads.run_for(self._parameters_of(ending))
         for bucket in ending:
             self._start_sum(bucket)
-        for bucket in ending:
+        for bucket in closing:
             self._finish_sum(bucket)
         for bucket in self.trained:
             bucket.open_stages.discard(stage)

@@ -38,6 +38,7 @@ from moefold.comm.message_codecs import BFloat16Parts, sum_parts
 from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
+from moefold.nn.phase_autograd import NO_HOOKS, PartHooks
 from moefold.parallel.data_sharding import Materialize
 from moefold.parallel.fsdp_codes import CodedShards
 from moefold.parallel.gradient_buckets import bucket_bytes, reduce_bucket
@@ -104,8 +105,9 @@ class FsdpSharding:
             if self.coded is not None:
                 self.coded.offer(self.coded.inside(self.model))
 
-    def before_forward(self, stage: int) -> None:
-        """All stages are unsharded at once."""
+    def part_hooks(self, stage: int) -> PartHooks:
+        """FSDP has hooks of its own, or all stages are unsharded at once."""
+        return NO_HOOKS
 
     def after_backward(self, stage: int) -> None:
         """All gradients are reduced at the end."""

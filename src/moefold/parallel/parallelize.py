@@ -156,7 +156,7 @@ class LocalModel:
 
     @property
     def bucket_bytes(self) -> int:
-        return self.run.parallel.bucket_mb * MEBIBYTE
+        return int(self.run.parallel.bucket_mb * MEBIBYTE)
 
 
 def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:
@@ -296,7 +296,7 @@ def fsdp_sharding(
     once, dtypes = run_reshards_per_step(run.parallel), message_dtypes(run.precision)
     coded = coded_shards(model, groups, param_shards, gather_casts(run), narrow_weights)
     shard_over_data(model, groups, device.type, once, dtypes, coded)
-    return FsdpSharding(model, groups, param_shards, dtypes, once, run.parallel.bucket_mb * MEBIBYTE, coded)
+    return FsdpSharding(model, groups, param_shards, dtypes, once, int(run.parallel.bucket_mb * MEBIBYTE), coded)
 
 
 def flat_sharding(

@@ -24,7 +24,7 @@ from moefold.blueprint.stages import StageSpec
 from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Phase, Stream
-from moefold.nn.phase_autograd import Gradients, Recorded, backward_phase, map_tensors, record
+from moefold.nn.phase_autograd import Gradients, OnPart, Recorded, backward_phase, map_tensors, record
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import hidden_tensors, objective_of
 from moefold.schedule.layer_orders import take_turns
@@ -52,10 +52,15 @@ class RecordedForward(NamedTuple):
 
 
 def run_recorded(
-    local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
+    local_model: LocalModel,
+    batch: Batch,
+    earlier_ME: Tensor,
+    stage: StageSpec,
+    hidden: HiddenState | None,
+    enter: OnPart | None = None,
 ) -> tuple[DecoderOutput, RecordedForward]:
-    """A forward by itself, recorded for a backward that may be overlapped."""
-    phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
+    """A forward by itself, recorded for a backward that may be overlapped. ``enter`` is called before each part."""
+    phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden, enter)
     for phase in phases:
         phases.set_result(phase.work())
     return phases.output()
@@ -84,6 +89,7 @@ def run_overlapped(
     forward: RecordedForward,
     gradients: tuple[Tensor, ...],
     defer_as: object | None,
+    enter: OnPart | None = None,
 ) -> tuple[DecoderOutput, RecordedForward]:
     """The forward of one microbatch, and the backward of another's recorded ``forward`` from its output ``gradients``.
 
@@ -91,7 +97,7 @@ def run_overlapped(
     computation without one, unless ``defer_as`` names the action that will compute them.
     """
     key = object() if defer_as is None else defer_as
-    forward_phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
+    forward_phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden, enter)
     backward_phases = _BackwardPhases(forward, gradients, _deferring(local_model, key))
     running = [_Running(backward_phases, iter(backward_phases)), _Running(forward_phases, iter(forward_phases))]
     _run_in_turn(local_model, running, key, defer_as)
@@ -153,8 +159,15 @@ class _ForwardPhases:
     """Iterates over the phases of a stage's forward; each result must be set before the next phase is taken."""
 
     def __init__(
-        self, local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
+        self,
+        local_model: LocalModel,
+        batch: Batch,
+        earlier_ME: Tensor,
+        stage: StageSpec,
+        hidden: HiddenState | None,
+        enter: OnPart | None,
     ) -> None:
+        self.enter = enter
         self.carry: Any = DecoderOutput(hidden)
         self.inputs = () if hidden is None else hidden_tensors(hidden)
         self.recorded: list[Recorded] = []
@@ -168,6 +181,8 @@ class _ForwardPhases:
 
     def __iter__(self) -> Iterator[ReadyPhase]:
         for phase in self.phases:
+            if self.enter is not None and phase.part is not None:
+                self.enter(phase.part)
             yield ReadyPhase(phase.stream, partial(record, phase, self.carry), phase.has_weights, phase.at_once)
 
     def set_result(self, result: tuple[Any, Recorded]) -> None:

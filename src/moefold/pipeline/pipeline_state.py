@@ -19,6 +19,7 @@ from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.model.mtp import loss_scales
 from moefold.moe.load_balancing import BalanceLosses
 from moefold.nn.batch import Batch
+from moefold.nn.phase_autograd import NO_HOOKS, PartHooks
 from moefold.parallel.parallelize import LocalModel
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
@@ -70,6 +71,17 @@ class PipelineState:
     pending_sends: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     on_output: OnOutput | None = None
+    # The first forward of each stage, and the last backward of those in which nothing is deferred.
+    first_forwards: frozenset[Key] = frozenset()
+    last_backwards: frozenset[Key] = frozenset()
+
+    def part_hooks(self, key: Key) -> PartHooks:
+        """Of the forward of this microbatch, and of its backward."""
+        if key not in self.first_forwards and key not in self.last_backwards:
+            return NO_HOOKS
+        hooks = self.local_model.sharding.part_hooks(key[0])
+        enter = hooks.enter if key in self.first_forwards else None
+        return PartHooks(enter, hooks.left if key in self.last_backwards else None)
 
     def peer(self, stage: int) -> int:
         return self.order.rank_of_stage[stage]

@@ -6,7 +6,7 @@ actions only. Microbatches may have different shapes: both sides of a stage boun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,9 @@ def run_schedule(
             local_model.retention.offload.start_step(reloads.backward, reloads.stays)
         if local_model.graphs is not None:
             local_model.graphs.start_step(graph_slots(actions))
-        starts, ends = first_forwards(actions), last_backwards(actions)
+        ends = last_backwards(actions)
+        state.first_forwards, state.last_backwards = first_forwards(actions), plain_last_backwards(actions, ends)
     for number, action in enumerate(actions):
-        for stage in starts.get(number, ()):
-            with timed(spans, "compute", "weights of a stage"):
-                local_model.sharding.before_forward(stage)
         with timed(spans, "compute" if action.kind in _COMPUTES else "host", action):
             _RUN_ACTION[action.kind](state, action)
         for stage in ends.get(number, ()):
@@ -88,10 +86,8 @@ def _run_forward_only(local_model: LocalModel, batches: Sequence[Batch], on_outp
     actions = tuple(_forward_half(order.actions[local_model.groups["pp"].index]))
     state = init_state(local_model, order, batches, actions)
     state.on_output = on_output
-    starts = first_forwards(actions)
-    for number, action in enumerate(actions):
-        for stage in starts.get(number, ()):
-            local_model.sharding.before_forward(stage)
+    state.first_forwards = first_forwards(actions)
+    for action in actions:
         _RUN_ACTION[action.kind](state, action)
         if action.kind is Kind.FORWARD:
             # No backward follows.
@@ -102,14 +98,12 @@ def _run_forward_only(local_model: LocalModel, batches: Sequence[Batch], on_outp
     return state.sums
 
 
-def first_forwards(actions: Sequence[Action]) -> dict[int, list[int]]:
-    """By an action's number, the stages whose first forward it has."""
-    first: dict[int, int] = {}
-    for number, action in enumerate(actions):
-        for part in action.parts:
-            if part.kind is Kind.FORWARD:
-                first.setdefault(part.stage, number)
-    return _by_number(first)
+def first_forwards(actions: Sequence[Action]) -> frozenset[Key]:
+    """Of every stage."""
+    first: dict[int, Key] = {}
+    for part in (part for action in actions for part in action.parts if part.kind is Kind.FORWARD):
+        first.setdefault(part.stage, (part.stage, part.microbatch))
+    return frozenset(first.values())
 
 
 def last_backwards(actions: Sequence[Action]) -> dict[int, list[int]]:
@@ -119,11 +113,16 @@ def last_backwards(actions: Sequence[Action]) -> dict[int, list[int]]:
         for part in action.parts:
             if part.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
                 last[part.stage] = number
-    return _by_number(last)
+    return {number: [stage for stage in last if last[stage] == number] for number in last.values()}
 
 
-def _by_number(numbers: dict[int, int]) -> dict[int, list[int]]:
-    return {number: [stage for stage in numbers if numbers[stage] == number] for number in numbers.values()}
+def plain_last_backwards(actions: Sequence[Action], ends: Mapping[int, Sequence[int]]) -> frozenset[Key]:
+    """Of the last backwards those that compute all gradients of a part before they go on to the one before it."""
+    return frozenset(
+        (action.stage, action.microbatch)
+        for action in (actions[number] for number in ends)
+        if action.kind is Kind.BACKWARD
+    )
 
 
 def _order(local_model: LocalModel, num_microbatches: int) -> Order:
@@ -151,11 +150,12 @@ def forward(state: PipelineState, action: Action) -> None:
     if schedule_named(local_model.run.parallel.schedule).overlaps:
         # Without gradients too: FSDP takes the first unit that is called for the outermost one, and these phases call
         # units inside of blocks. A block called later would be refused.
-        after_forward(state, key, *run_recorded(local_model, batch, state.sums.plain_ME, stage, hidden))
+        recorded = run_recorded(local_model, batch, state.sums.plain_ME, stage, hidden, state.part_hooks(key).enter)
+        after_forward(state, key, *recorded)
     else:
         # Where parameters are unsharded for the whole step, FSDP's forward hooks are skipped.
         run = local_model.model.forward if local_model.reshard_per_step else local_model.model
-        output: DecoderOutput = run(batch, state.sums.plain_ME, stage, hidden)
+        output: DecoderOutput = run(batch, state.sums.plain_ME, stage, hidden, state.part_hooks(key))
         after_forward(state, key, output, (output.hidden, objective_of(local_model, output, batch)))
 
 
@@ -262,6 +262,7 @@ def overlapped(state: PipelineState, action: Action) -> None:
         state.forwards.pop(bwd_key),
         state.gradients.pop(bwd_key, ()),
         defer_as=bwd_key if bwd.kind is Kind.BACKWARD_INPUT else None,
+        enter=state.part_hooks(fwd_key).enter,
     )
     after_forward(state, fwd_key, output, saved)
     after_backward(state, bwd_key)

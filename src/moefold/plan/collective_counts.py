@@ -121,7 +121,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
 
 def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec], tally: Tally) -> None:
     """Gradients of a step that reduces them itself, once: dense ones and experts' apart."""
-    each, limit = BYTES[run.precision.reduce_format], run.parallel.bucket_mb * MEBIBYTE
+    each, limit = BYTES[run.precision.reduce_format], int(run.parallel.bucket_mb * MEBIBYTE)
     for grid, shard, copies in (
         ("attention", "dense_shard", "dense_replicate"),
         ("expert", "expert_shard", "expert_replicate"),
@@ -281,7 +281,7 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
         if others:
             tally.add("send", "pp", shards[spec.name] * each, others)
     for axis, sizes in partial.items():
-        for names in fill_buckets(sizes, run.parallel.bucket_mb * MEBIBYTE):
+        for names in fill_buckets(sizes, int(run.parallel.bucket_mb * MEBIBYTE)):
             tally.add("all_reduce", axis, sum(sizes[name] for name in names))
     for axis in ("dp", "cp", "pp"):
         tally.add("all_reduce", axis, _LOSSES)

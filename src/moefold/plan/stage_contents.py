@@ -120,7 +120,7 @@ def flat_layout_of(run: RunConfig, layout: FoldedLayout, pp_rank: int) -> tuple[
         for spec in parameters(run.model)
         if parts[pp_rank].holds(spec.name)
     ]
-    limit = parallel.bucket_mb * MEBIBYTE // max(4, BYTES[run.precision.params])
+    limit = int(parallel.bucket_mb * MEBIBYTE) // max(4, BYTES[run.precision.params])
     return flat_buckets(
         run.model,
         run.precision,

@@ -49,6 +49,8 @@ def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
     yield "sharding", case.run.parallel.sharding
     if case.run.parallel.param_sync == "hierarchical":
         yield "sharding", "flat, in four steps"
+    if case.run.parallel.bucket_mb < 1:
+        yield "sharding", "flat, in small buckets"
     yield "optimizer states", f"on the {memory.optimizer}"
     if precision.moments is not None:
         yield "optimizer states", f"moments in {precision.moments}, rounded {precision.moments_rounding}"

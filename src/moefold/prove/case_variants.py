@@ -271,5 +271,17 @@ def with_four_steps(run: RunConfig, world: int) -> RunConfig:
     return run
 
 
+# Of gradients in float64: from a norm by itself to about a layer of a case's model.
+SMALL_BUCKETS_MB = (0.001, 0.01, 0.1)
+
+
+def with_small_buckets(run: RunConfig) -> RunConfig:
+    """Of flat buffers, half are of a layer or less, which travel while other layers compute."""
+    random = Random(f"buckets of {run.seed}")
+    if run.parallel.sharding != "flat" or random.random() < 0.5:
+        return run
+    return replace(run, parallel=replace(run.parallel, bucket_mb=random.choice(SMALL_BUCKETS_MB)))
+
+
 def unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:
     return run if problems(changed, world) else changed

@@ -207,6 +207,13 @@ _CONTEXT = (
 _FLAT = (
     # Replicas of both grids, so that sums have two steps.
     _case("flat", ParallelConfig(sharding="flat", ep=2, dp_replicate=2), _model()),
+    # Buckets of a layer or less, which leave in the second of two backwards.
+    _case(
+        "flat, small buckets",
+        ParallelConfig(sharding="flat", ep=2, bucket_mb=0.001),
+        _model(num_layers=3),
+        replace(_DATA, global_batch=24),
+    ),
     # Two hosts of two ranks; experts are on all ranks, so that their buckets have four steps as well.
     _case(
         "flat, four steps",

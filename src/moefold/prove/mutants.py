@@ -297,6 +297,17 @@ MUTANTS = (
     Mutant(state_faults.flat_sum_averaged, "flat", "a reduce-scatter that averages where the loss was divided already"),
     Mutant(state_faults.flat_replicas_not_summed, "flat", "hybrid sharding stops after the reduce-scatter"),
     Mutant(state_faults.flat_weights_not_gathered, "flat", "a rank computes with its own range of the weights only"),
+    Mutant(
+        state_faults.sum_before_the_last_gradient,
+        "flat, small buckets",
+        "a bucket leaves when the last of its layers has gone backward, and not the first",
+    ),
+    Mutant(
+        state_faults.sum_of_an_earlier_backward,
+        "flat, small buckets",
+        "a bucket leaves with the first microbatch's gradients",
+    ),
+    Mutant(state_faults.late_bucket_not_summed, "flat, small buckets", "a part that is left starts no sum"),
     Mutant(state_faults.sum_between_hosts_lost, "flat, four steps", "each host updates by its own ranks' gradients"),
     Mutant(state_faults.gather_inside_hosts_lost, "flat, four steps", "weights of the host's other ranks stay old"),
     Mutant(state_faults.ranges_numbered_by_host_first, "flat, four steps", "ranges as a direct sum would leave them"),

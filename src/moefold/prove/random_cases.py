@@ -39,6 +39,7 @@ from moefold.prove.case_variants import (
     with_rank_order,
     with_recipes,
     with_row_bounds,
+    with_small_buckets,
 )
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 from moefold.schedule.names import SCHEDULES
@@ -136,7 +137,7 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
                 run = with_narrow_savings(run, degrees.world)
             run = with_row_bounds(with_clones(with_exchanges(run), degrees.world), degrees.world)
             run = with_graphs(with_overlaps(run, degrees.world), degrees.world)
-            run = with_four_steps(with_rank_order(run, degrees.world), degrees.world)
+            run = with_small_buckets(with_four_steps(with_rank_order(run, degrees.world), degrees.world))
             return Case(run, degrees.world)
 
 

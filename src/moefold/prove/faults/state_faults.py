@@ -21,6 +21,7 @@ import moefold.optim.optimizer
 import moefold.parallel.data_sharding
 import moefold.parallel.flat_sharding
 import moefold.parallel.logit_maxima
+import moefold.pipeline.runtime
 import moefold.pipeline.step
 from moefold.blueprint.model_shape import Attention
 from moefold.comm.process_groups import Group
@@ -32,6 +33,7 @@ from moefold.optim.newton_schulz import orthogonalise
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.data_sharding import FlatSync
 from moefold.parallel.flat_sharding import FlatSharding, LiveBucket
+from moefold.pipeline.runtime import first_forwards
 from moefold.prove.faults.parallel_faults import put, wrap
 
 _FLAT, _SYNC = moefold.parallel.flat_sharding, moefold.parallel.data_sharding
@@ -58,6 +60,40 @@ def flat_replicas_not_summed() -> None:
 
 def flat_weights_not_gathered() -> None:
     put(_SYNC, "start_all_gather", lambda flat, each, group: [])
+
+
+def _leaving(leave: Callable[[FlatSharding, LiveBucket], None], later: int = 0) -> None:
+    """What is done with a bucket when the part is left that is ``later`` than the first one that reads it."""
+
+    def leave_part(self: FlatSharding, stage: int, part: int) -> None:
+        for bucket in self.trained:
+            if bucket.open_stages == {stage} and bucket.layout.first_part(stage) + later == part:
+                leave(self, bucket)
+
+    put(FlatSharding, "_leave_part", torch.no_grad()(leave_part))
+
+
+def _sum_at_once(sharding: FlatSharding, bucket: LiveBucket) -> None:
+    """Whatever is added later is not in it: the same on every machine."""
+    sharding._start_sum(bucket)
+    for work in bucket.reducing:
+        work.wait()
+
+
+def sum_before_the_last_gradient() -> None:
+    _leaving(_sum_at_once, later=1)
+
+
+def sum_of_an_earlier_backward() -> None:
+    _leaving(_sum_at_once)
+    put(moefold.pipeline.runtime, "plain_last_backwards", lambda actions, _: first_forwards(actions))
+
+
+def late_bucket_not_summed() -> None:
+    def keep(sharding: FlatSharding, bucket: LiveBucket) -> None:
+        bucket.sent = bucket.gradients
+
+    _leaving(keep)
 
 
 def sum_between_hosts_lost() -> None:
