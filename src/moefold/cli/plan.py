@@ -25,6 +25,8 @@ EXAMPLES = """examples:
   moefold plan debug_10m --machine machine.json --gpus 4
   moefold plan deepseek_v3 --cluster my_cluster.yaml
   moefold plan deepseek_v3 --gpus 1024 --fit 60GiB
+  moefold plan deepseek_v3 --gpus 1024 --anchor runs/measured
+  moefold plan qwen3_30b_a3b --gpus 64 --framework megatron --anchor measured.yaml
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
@@ -95,6 +97,11 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--headroom", type=float, metavar="X", help="fraction of memory to leave free (0.05)")
     parser.add_argument(
         "--fit", metavar="SIZE", help="fit into SIZE, such as 80GiB, whatever the GPU has (headroom: 0 unless given)"
+    )
+    parser.add_argument(
+        "--anchor",
+        metavar="RUN_DIR|FILE|FILE.jsonl:ID",
+        help="a run that was measured, by which predictions are rescaled (docs/plan.md)",
     )
 
 
@@ -188,6 +195,7 @@ def question_of(args: argparse.Namespace) -> Any:
     from moefold.api.plans import cluster_for
     from moefold.api.runs import load_run
     from moefold.plan.framework_rules import named_release
+    from moefold.plan.published.anchor_file import read_anchor
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
@@ -229,6 +237,7 @@ def question_of(args: argparse.Namespace) -> Any:
         save_seconds=args.save_seconds,
         write_seconds=args.write_seconds,
         tokens=parse_count(args.tokens),
+        anchor=None if args.anchor is None else read_anchor(args.anchor, cluster),
     )
 
 
