@@ -1,8 +1,8 @@
 """Two plans of one question side by side: memory line by line, time by cause, and in words why one is faster.
 
 Each plan is a text of pinned choices, as for `--fix`. What it leaves open is searched, or, where nothing is searched,
-is the run's own. Dispatch and combine of experts are shown whole, exposed and hidden: a plan is often faster because its
-exchange hides, not because it sends less.
+is the run's own. Dispatch and combine of experts are shown whole, exposed and hidden: a plan is often faster because
+its exchange hides, not because it sends less.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def _question_of(question: Question, text: str) -> Question:
     if (reason := why_illegal(asked, limits, around)) is not None:
         raise ConfigError(Problem("fix", reason, "pin further choices, or leave --no-search out"))
     made = workload_of_choice(asked, own, limits, around) if asked != choice else own
-    return replace(question, run=override(question.run, changes_to_run(made, question.run)), fixed="")
+    pinned_run = override(question.run, changes_to_run(made, question.run))
+    # Commands say what differs from what the name stands for.
+    return replace(question, run=pinned_run, named=question.named or question.run, fixed="")
 
 
 def _others(fixed: str, text: str) -> str:
