@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from moefold.plan.published.error_page import REASONS, error_page, reason_for
 from moefold.plan.published.fit import constants_of, fit, fitted_source, left_out
 from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.timing.constants import CURRENT, MEANINGS
+from moefold.plan.timing.fitted import ANCHORS
 from moefold.plan.timing.step_time import step_time
 
 MIXTRAL = {
@@ -115,7 +117,14 @@ def test_an_assessment_becomes_predictions_and_a_page(folder: Path) -> None:
     assert 0.8 < low / lines["run-3"]["step_time_s"] < high / lines["run-3"]["step_time_s"] < 1.25
     assert lines["too-much"] == {"id": "too-much", "fits": False}
     page = error_page(result)
-    for part in ("everything", "Ranking layouts", "The worst ten", "gemm_bf16", "only GB200"):
+    for part in (
+        "everything",
+        "Ranking layouts",
+        "One measured run as an anchor",
+        "The worst ten",
+        "gemm_bf16",
+        "only GB200",
+    ):
         assert part in page
 
 
@@ -127,11 +136,17 @@ def test_the_command_writes_what_it_was_asked_for(folder: Path, capsys: pytest.C
     assert data["sets"][0]["name"] == "everything"
     assert page.read_text().startswith("# The planner's error")
     assert "FITTED: dict[str, float] = {" in constants.read_text()
+    assert "ANCHORS: dict[str, tuple[float, float]] = {" in constants.read_text()
     assert len(predictions.read_text().splitlines()) == 25
 
 
 def test_fitted_values_are_the_ones_in_use() -> None:
-    source = fitted_source(CURRENT, {"dense": (0.8, 1.2)})
+    source = fitted_source(CURRENT, {"dense": (0.8, 1.2)}, ANCHORS)
+    written: dict[str, object] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            written[node.target.id] = ast.literal_eval(node.value)
+    assert written["ANCHORS"] == ANCHORS
     for meaning, value in zip(MEANINGS, CURRENT.values):
         assert f'"{meaning.name}": {value:.4g}' in source
 

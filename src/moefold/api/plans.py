@@ -14,6 +14,7 @@ from moefold.hardware.machine import over_link, read_machine
 from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.launch_command import changes_to_run, with_stages
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
+from moefold.plan.published.anchor_file import read_anchor
 from moefold.plan.report.plan_page import page
 from moefold.plan.report.proposal_report import layout_data, proposal_data
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
@@ -146,6 +147,7 @@ def plan(
     headroom: float | None = None,
     fit: float | None = None,
     tokens: float = 1e12,
+    anchor: str | Path | None = None,
 ) -> Plan:
     """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
 
@@ -156,7 +158,8 @@ def plan(
     bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a host of its own behind such a
     link. `imbalance` is the number of rows of the busiest expert rank over the mean, `headroom` the fraction of memory
     to leave free (unless given 0.05, and a tenth where that costs under 3 % of the step), `fit` the bytes to fit into
-    whatever the GPU has, `tokens` how many the whole training run has.
+    whatever the GPU has, `tokens` how many the whole training run has. `anchor` is a measured run by which predictions
+    are rescaled: a run's directory, a file that states one, or `published.jsonl:ID` (docs/plan.md).
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
@@ -192,6 +195,7 @@ def plan(
             mtbf_hours=USUAL_MTBF_HOURS,
             restart_seconds=USUAL_RESTART_SECONDS,
             tokens=tokens,
+            anchor=None if anchor is None else read_anchor(anchor, made),
         )
     )
 

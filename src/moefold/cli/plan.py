@@ -25,6 +25,9 @@ EXAMPLES = """examples:
   moefold plan debug_10m --machine machine.json --gpus 4
   moefold plan deepseek_v3 --cluster my_cluster.yaml
   moefold plan deepseek_v3 --gpus 1024 --fit 60GiB
+  moefold plan deepseek_v3 --gpus 1024 --anchor runs/measured
+  moefold plan qwen3_30b_a3b --gpus 64 --framework megatron --anchor measured.yaml
+  moefold plan deepseek_v3 --gpus 1024 --framework megatron --compare tp=1,pp=8,ep=32 tp=2,pp=8,ep=16
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
@@ -86,6 +89,12 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         "--fix", default="", metavar="OPTIONS", help="pin options: tp=1,ep=32,64,recompute=mla_up+norms"
     )
     parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("OPTIONS", "OPTIONS"),
+        help="two plans side by side, each pinned as by --fix; the rest is searched, or the run's own with --no-search",
+    )
+    parser.add_argument(
         "--recipes", action="store_true", help="search precision recipes too (else moefold's stay as in the run)"
     )
     parser.add_argument("--no-search", action="store_true", help="predict the run's own layout only")
@@ -95,6 +104,11 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--headroom", type=float, metavar="X", help="fraction of memory to leave free (0.05)")
     parser.add_argument(
         "--fit", metavar="SIZE", help="fit into SIZE, such as 80GiB, whatever the GPU has (headroom: 0 unless given)"
+    )
+    parser.add_argument(
+        "--anchor",
+        metavar="RUN_DIR|FILE|FILE.jsonl:ID",
+        help="a run that was measured, by which predictions are rescaled (docs/plan.md)",
     )
 
 
@@ -148,18 +162,37 @@ def run(args: argparse.Namespace) -> int:
         from moefold.cli.plan_serve import serve
 
         return serve(question, args.serve)
+    if args.compare is not None:
+        return _compare(question, args)
     plan = answer(question, _progress())
     _write_files(plan, args.html, args.trace)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
-        _print(plan.proposal)
+        from moefold.plan.report.proposal_report import terminal_report
+
+        _print(terminal_report(plan.proposal))
     return 0 if plan.fits else 1
+
+
+def _compare(question: Any, args: argparse.Namespace) -> int:
+    if beside := [name for name in ("html", "trace") if getattr(args, name)]:
+        raise MoefoldError(
+            f"--{beside[0]} and --compare: two plans are printed as text or --json; leave one of them out"
+        )
+    from moefold.plan.report.side_by_side import compare, comparison_data, comparison_report
+
+    found = compare(question, args.compare, _progress())
+    if args.json:
+        print(json.dumps(comparison_data(found), indent=2))
+    else:
+        _print(comparison_report(found))
+    return 0 if found.fits else 1
 
 
 def _refuse_beside_server(args: argparse.Namespace) -> None:
     """A server answers until it is interrupted, so nothing would be written beside it."""
-    if beside := [name for name in ("json", "html", "trace") if getattr(args, name)]:
+    if beside := [name for name in ("json", "html", "trace", "compare") if getattr(args, name)]:
         raise MoefoldError(
             f"--{beside[0]} and --serve: the server runs until Ctrl-C and writes no file; leave one of them out (the "
             "server has /plan.json)"
@@ -188,6 +221,7 @@ def question_of(args: argparse.Namespace) -> Any:
     from moefold.api.plans import cluster_for
     from moefold.api.runs import load_run
     from moefold.plan.framework_rules import named_release
+    from moefold.plan.published.anchor_file import read_anchor
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
@@ -229,6 +263,7 @@ def question_of(args: argparse.Namespace) -> Any:
         save_seconds=args.save_seconds,
         write_seconds=args.write_seconds,
         tokens=parse_count(args.tokens),
+        anchor=None if args.anchor is None else read_anchor(args.anchor, cluster),
     )
 
 
@@ -242,13 +277,11 @@ def _dotted(changes: list[str]) -> dict[str, str]:
     return found
 
 
-def _print(proposal: Any) -> None:
+def _print(report: Any) -> None:
     from rich.console import Console
 
-    from moefold.plan.report.proposal_report import terminal_report
-
     width = max(100, min(160, shutil.get_terminal_size((140, 24)).columns))
-    Console(width=width, highlight=False, soft_wrap=False).print(terminal_report(proposal))
+    Console(width=width, highlight=False, soft_wrap=False).print(report)
 
 
 def _progress() -> Callable[[str, int, int], None]:

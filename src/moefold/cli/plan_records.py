@@ -103,7 +103,8 @@ def run_score(
     if page is not None:
         replace_file(page, error_page(result))
     if constants is not None:
-        replace_file(constants, fitted_source(result.fitted.constants, result.intervals))
+        anchors = {name: (each.common, each.own) for name, each in result.shares.items()}
+        replace_file(constants, fitted_source(result.fitted.constants, result.intervals, anchors))
     if words := _unread_words(result.records.values()):
         print(words, file=sys.stderr)
     print(json.dumps(_data(result), indent=2) if as_json else _text(result))
@@ -168,5 +169,6 @@ def _data(result: Assessment) -> dict[str, object]:
         "errors_without_the_gpu": dict(result.gpu_errors),
         "errors_without_the_family": dict(result.family_errors),
         "memory_errors": dict(result.memory_errors),
+        "anchors": [asdict(each) for each in (*result.anchored, *result.anchored_sweeps)],
         "tuned_layouts": _beside_tuned(result),
     }

@@ -73,6 +73,16 @@ class Framework:
 
 
 @dataclass(frozen=True)
+class Rescaling:
+    """What a measured run makes of a predicted step (`plan/timing/anchoring.py`): the factor of its time, and the 80 %
+    interval of measured steps over the rescaled prediction."""
+
+    factor: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Workload:
     run: RunConfig
     cluster: Cluster
@@ -81,6 +91,8 @@ class Workload:
     imbalance: float = 1.0
     # The model, where `run.model` cannot describe it (see above); None elsewhere.
     shape: ModelShape | None = None
+    # By a run that was measured; None: predictions are those of the fitted constants.
+    rescaling: Rescaling | None = None
 
     # ---- the model and the ranks ----
 

@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from moefold.plan.memory.peak import predict_memory
+from moefold.plan.published.anchor_error import AnchorScore, anchor_scores, anchor_shares, pairs_of, sweep_scores
 from moefold.plan.published.fit import Fit, Progress, fit, left_out
 from moefold.plan.published.points import Point, points_of, published_workload, read_records
 from moefold.plan.published.predict_records import measured_bytes
 from moefold.plan.published.records import Record
+from moefold.plan.timing.anchoring import Shares
 from moefold.plan.timing.constants import CURRENT
 
 GIB = 2**30
@@ -118,6 +120,10 @@ class Assessment:
     # Measured over predicted step times, the tenth and ninetieth percentile of dense models and of MoE models.
     intervals: Mapping[str, tuple[float, float]]
     covered: float
+    # What runs near each other have of their errors in common, and what a measured run is worth, by nearness and sweep.
+    shares: Mapping[str, Shares]
+    anchored: tuple[AnchorScore, ...]
+    anchored_sweeps: tuple[AnchorScore, ...]
     fits: Mapping[str, bool]
     false_fits: tuple[str, ...]
     false_oom: tuple[str, ...]
@@ -138,6 +144,8 @@ def assess(folder: Path, progress: Progress) -> Assessment:
         for name, chosen in _read(folder / "score_sets.json").items()
     ]
     intervals, covered = _intervals(points, errors)
+    pairs = pairs_of(points, by_id, errors)
+    sweeps = {chosen["series"]: chosen["ids"] for chosen in _read(folder / "rank_sets.json")}
     fits = {point.id: predict_memory(point.workload).fits for point in points}
     # A fact without the number of GPUs or the length of sequences says nothing that could be held against it.
     facts = [fact for fact in facts if fact.get("num_gpus") and fact.get("seq_len")]
@@ -154,6 +162,9 @@ def assess(folder: Path, progress: Progress) -> Assessment:
         ranks=_ranks(folder, by_id, errors),
         intervals=intervals,
         covered=covered,
+        shares=anchor_shares(pairs),
+        anchored=anchor_scores(pairs, intervals),
+        anchored_sweeps=sweep_scores(pairs, points, sweeps, intervals),
         fits=fits,
         false_fits=tuple(fact["id"] for fact in facts if not fact["fits"] and fits[fact["id"]]),
         false_oom=tuple(point.id for point in points if not fits[point.id]),

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp
 from types import MappingProxyType
+from typing import cast
 
+from moefold.plan.published.anchor_error import AnchorScore
 from moefold.plan.published.assess import Assessment
 from moefold.plan.published.points import Point
+from moefold.plan.timing.anchoring import NEARNESS, Nearness
 from moefold.plan.timing.constants import MEANINGS
 from moefold.tables import markdown_table
 
@@ -47,6 +50,7 @@ def error_page(result: Assessment) -> str:
                 markdown_table(("set", "runs", "macro", "median", "bias"), _sets(result)),
                 _ranks(result),
                 _feasibility(result),
+                anchor_section(result.anchored, result.anchored_sweeps),
                 "## A GPU or a family of models that was never seen",
                 "All runs of one GPU, or of one family of models, left out at once. Macro errors:",
                 markdown_table(("left out", "MoE models", "dense models"), _never_seen(result)),
@@ -98,6 +102,46 @@ def _feasibility(result: Assessment) -> str:
         f"not to fit: {len(result.false_oom)} of {len(result.points)}. The 80 % interval is {intervals}; it holds "
         f"{100 * result.covered:.0f} % of the runs."
     )
+
+
+def anchor_section(near: Iterable[AnchorScore], sweeps: Sequence[AnchorScore]) -> str:
+    better = sum(each.anchored_error < each.error for each in sweeps)
+    head = ("anchor", "runs", "weight", "error", "with an anchor", "interval", "with an anchor", "holds")
+    return (
+        "## One measured run as an anchor\n\n"
+        "`moefold plan --anchor` multiplies predictions by the anchor's own error to the power of a *weight*: the part "
+        "of the variance of log(measured / predicted) that two runs have in common. It is measured on pairs of "
+        "different layouts, by whose the anchor is (measured by the same people with the same release, or by others) "
+        "and how near. Here every run is predicted with each anchor of that kind, by weights from which all runs of "
+        "its model, GPU and framework were left out; errors are means over those. What has fewer than eight leak "
+        "groups is not in the table and has weight 0.\n\n"
+        + markdown_table(head, [_anchor_row(each, _near_words(each.name)) for each in near])
+        + "\n\nOf the sweeps above, with every other layout of the sweep as the anchor. It makes predictions better in "
+        f"{better} of {len(sweeps)}, and worse in the others, whose errors differ most from layout to layout: an "
+        "anchor says most about layouts that are like it.\n\n"
+        + markdown_table(("sweep", *head[1:]), [_anchor_row(each, each.name) for each in sweeps])
+    )
+
+
+def _anchor_row(each: AnchorScore, name: str) -> tuple[str, ...]:
+    (low, high), (then_low, then_high) = each.interval, each.anchored_interval
+    return (
+        name,
+        str(each.targets),
+        f"{each.weight:.2f}",
+        _percent(each.error),
+        _percent(each.anchored_error),
+        f"{low:.2f} to {high:.2f}",
+        f"{then_low:.2f} to {then_high:.2f}",
+        f"{100 * each.held:.0f} %, then {100 * each.anchored_held:.0f} %",
+    )
+
+
+def _near_words(name: str) -> str:
+    """`moe own model`, in words."""
+    kind, owner, near = name.split()
+    whose = "own" if owner == "own" else "of others"
+    return f"{'MoE' if kind == 'moe' else kind}; {whose}, {NEARNESS[cast(Nearness, near)]}"
 
 
 def _never_seen(result: Assessment) -> list[tuple[str, ...]]:

@@ -125,12 +125,20 @@ from __future__ import annotations
 '''
 
 
-def fitted_source(constants: Constants, intervals: Mapping[str, tuple[float, float]]) -> str:
+def fitted_source(
+    constants: Constants,
+    intervals: Mapping[str, tuple[float, float]],
+    anchors: Mapping[str, tuple[float, float]],
+) -> str:
     """Python source with four digits of each value: more would be noise."""
     values = "".join(f'    "{meaning.name}": {value:.4g},\n' for meaning, value in zip(MEANINGS, constants.values))
     ranges = "".join(f'    "{kind}": ({low:.3f}, {high:.3f}),\n' for kind, (low, high) in intervals.items())
+    variances = "".join(f'    "{name}": ({common:.4f}, {own:.4f}),\n' for name, (common, own) in anchors.items())
     return (
         f"{_HEAD}\nFITTED: dict[str, float] = {{\n{values}}}\n"
         "# Measured over predicted step times: the tenth and the ninetieth percentile of runs left out.\n"
         f"INTERVALS: dict[str, tuple[float, float]] = {{\n{ranges}}}\n"
+        "# Variances of log(measured / predicted), what two runs have in common and what each has of its own: by kind\n"
+        "# of model, who measured the anchor, and how near it is (`timing/anchoring.py`).\n"
+        f"ANCHORS: dict[str, tuple[float, float]] = {{\n{variances}}}\n"
     )

@@ -24,6 +24,7 @@ from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.explain import seconds, sweep_spread
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.what_if import Answer
+from moefold.plan.timing.anchoring import NEARNESS, Anchored
 from moefold.plan.workload import Workload
 from moefold.units import format_bytes, format_count, format_seconds
 
@@ -220,6 +221,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "runner_up": prediction_data(proposal.runner_up) if proposal.runner_up else None,
         "own": prediction_data(proposal.own) if proposal.own else None,
         "own_problem": proposal.own_problem,
+        "anchor": anchor_data(proposal.anchored) if proposal.anchored else None,
         "fastest": prediction_data(proposal.fastest) if proposal.fastest else None,
         "without_headroom": prediction_data(proposal.tighter) if proposal.tighter else None,
         "headroom": result.headroom if result else None,
@@ -243,6 +245,22 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "megawatt_hours": proposal.megawatt_hours,
         "command": " ".join(proposal.command),
         "beyond_moefold": list(proposal.beyond),
+    }
+
+
+def anchor_data(found: Anchored) -> dict[str, Any]:
+    """The measured run, how near it is, and what it makes of predictions; intervals are factors of predicted steps."""
+    return {
+        "name": found.anchor.name,
+        "owner": found.anchor.owner,
+        "measured_seconds": found.anchor.seconds,
+        "predicted_seconds": found.predicted,
+        "layout": layout_data(found.anchor.workload),
+        "in_common": NEARNESS[found.nearness],
+        "weight": found.weight,
+        "factor": found.rescaling.factor,
+        "interval_before": list(found.before),
+        "interval": [found.rescaling.low, found.rescaling.high],
     }
 
 

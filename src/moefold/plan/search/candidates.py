@@ -216,6 +216,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         framework=_launching(template.framework, choice.graphs, template.model.is_moe),
         imbalance=template.imbalance,
         shape=template.shape,
+        rescaling=template.rescaling,
     )
     return _from_break_even(made) if choice.clones else made
 

@@ -47,6 +47,7 @@ from moefold.plan.search.goodput import (
 from moefold.plan.search.search import ALIKE, NothingFitsError, Progress, Result, anything_fits, search, tighter
 from moefold.plan.search.space import LayoutChoice, narrowed, usual_space
 from moefold.plan.search.what_if import Answer, BatchAdvice, answers, better_batch
+from moefold.plan.timing.anchoring import Anchor, Anchored, anchored
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed, workload_of_run
 from moefold.units import format_bytes
@@ -91,6 +92,8 @@ class Question:
     save_seconds: float | None = None
     write_seconds: float | None = None
     tokens: float = 1e12
+    # A measured run by which predictions are rescaled.
+    anchor: Anchor | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Proposal:
     faults: Faults
     goodput: Goodput
     days: float
+    anchored: Anchored | None = None
 
     @property
     def cost(self) -> float | None:
@@ -149,6 +153,10 @@ class Proposal:
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
     template = _template(question, own)
+    anchor = anchored(question.anchor, template) if question.anchor else None
+    if anchor:
+        template = replace(template, rescaling=anchor.rescaling)
+        own = template if own else None
     result, headroom = None, headroom_of(question)
     space = narrowed(usual_space(template, question.recipes), question.fixed)
     if question.searching:
@@ -189,7 +197,8 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         freed=tuple(_freed(chosen)),
         switched_on=saved,
         sharding=sharding,
-        reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked))
+        reasons=((anchor.words,) if anchor else ())
+        + tuple(_reasons(chosen, runner_up, own_prediction, result, asked))
         + _memory_reasons(chosen, saved, sharding)
         + (_found_reasons(question, result, chosen, fastest or chosen, faster, batch) if result else ()),
         command=command,
@@ -197,6 +206,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         faults=faults,
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
+        anchored=anchor,
     )
 
 

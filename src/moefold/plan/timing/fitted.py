@@ -57,3 +57,21 @@ INTERVALS: dict[str, tuple[float, float]] = {
     "dense": (0.861, 1.140),
     "moe": (0.858, 1.312),
 }
+# Variances of log(measured / predicted), what two runs have in common and what each has of its own: by kind
+# of model, who measured the anchor, and how near it is (`timing/anchoring.py`).
+ANCHORS: dict[str, tuple[float, float]] = {
+    "moe own model": (0.0194, 0.0194),
+    "moe own framework": (0.0029, 0.0252),
+    "moe own none": (0.0000, 0.0322),
+    "moe published model": (0.0065, 0.0277),
+    "moe published framework": (0.0000, 0.0307),
+    "moe published gpu": (0.0012, 0.0523),
+    "moe published none": (0.0006, 0.0350),
+    "dense own model": (0.0064, 0.0147),
+    "dense own framework": (0.0000, 0.0151),
+    "dense own none": (0.0000, 0.0059),
+    "dense published model": (0.0000, 0.0154),
+    "dense published framework": (0.0002, 0.0180),
+    "dense published gpu": (0.0000, 0.0232),
+    "dense published none": (0.0002, 0.0173),
+}
