@@ -11,10 +11,8 @@ import pytest
 
 from moefold.checks import (
     context,
-    echo,
     engine_limits,
     finetune,
-    float16,
     graphs,
     kernels,
     messages,
@@ -706,37 +704,37 @@ CASES = [
         "parallel.tp",
     ),
     (
-        echo.clones_have_other_ranks,
+        messages.clones_have_other_ranks,
         RunConfig(parallel=CLONED),
         RunConfig(parallel=replace(CLONED, ep=1)),
         "parallel.echo",
     ),
     (
-        echo.clones_have_other_ranks,
+        messages.clones_have_other_ranks,
         RunConfig(parallel=CLONED),
         RunConfig(parallel=CLONED, model=ModelConfig(moe=None)),
         "parallel.echo",
     ),
     (
-        echo.clones_have_our_dispatcher,
+        messages.clones_have_our_dispatcher,
         RunConfig(parallel=replace(CLONED, dispatcher="two_level")),
         RunConfig(parallel=replace(CLONED, dispatcher="deepep")),
         "parallel.echo",
     ),
     (
-        echo.clones_have_counted_rows,
+        messages.clones_have_counted_rows,
         RunConfig(parallel=CLONED, model=ModelConfig(moe=MoEConfig(capacity=CapacityConfig()))),
         RunConfig(parallel=CLONED, model=ModelConfig(moe=MoEConfig(capacity=CapacityConfig(pad=True)))),
         "parallel.echo",
     ),
     (
-        echo.clones_are_wide,
+        messages.clones_are_wide,
         RunConfig(parallel=CLONED, precision=PrecisionConfig(compute="bfloat16")),
         RunConfig(parallel=CLONED, precision=PrecisionConfig(recipe="mxfp8")),
         "parallel.echo",
     ),
     (
-        echo.clones_are_on_the_compute_stream,
+        messages.clones_are_on_the_compute_stream,
         RunConfig(parallel=replace(CLONED, schedule="zb_h1")),
         RunConfig(parallel=replace(CLONED, schedule="1f1b_overlapped")),
         "parallel.echo",
@@ -895,25 +893,25 @@ CASES = [
         "parallel.etp",
     ),
     (
-        float16.only_float16_has_a_loss_scale,
+        precision.only_float16_has_a_loss_scale,
         RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig())),
         RunConfig(precision=PrecisionConfig(compute="bfloat16", loss_scale=LossScaleConfig())),
         "precision.loss_scale",
     ),
     (
-        float16.loss_scales_are_numbers_of_float32,
+        precision.loss_scales_are_numbers_of_float32,
         RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig(initial=64.0, min=64.0))),
         RunConfig(precision=PrecisionConfig(compute="float16", loss_scale=LossScaleConfig(initial=64.0, min=128.0))),
         "precision.loss_scale.min",
     ),
     (
-        float16.float16_has_wider_parameters,
+        precision.float16_has_wider_parameters,
         RunConfig(precision=PrecisionConfig(compute="float16")),
         RunConfig(precision=PrecisionConfig(params="bfloat16", compute="float16")),
         "precision.params",
     ),
     (
-        float16.recipes_narrow_wider_formats,
+        precision.recipes_narrow_wider_formats,
         RunConfig(precision=PrecisionConfig(compute="bfloat16", recipe="mxfp8")),
         RunConfig(precision=PrecisionConfig(compute="float16", recipe="mxfp8")),
         "precision.recipe",
@@ -1009,7 +1007,7 @@ def test_every_rule_has_a_case() -> None:
     planned only have files of their own."""
     elsewhere = {*parallel.PIPELINE_RULES, *context.RULES, *parallel.DISPATCH_RULES}
     elsewhere |= {*planned_only.RULES, *engine_limits.RULES}
-    elsewhere |= {*precision.RULES, *retained_steps.RULES}
+    elsewhere |= {*precision.FORMAT_RULES, *retained_steps.RULES}
     elsewhere |= {kernels.fused_experts_keep_their_first_gemm, *finetune.RULES, *kernels.FINETUNE_RULES}
     elsewhere |= {train.parameter_groups_have_parameters, train.parameter_groups_have_usable_numbers}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere

@@ -67,7 +67,7 @@ def test_every_rule_has_a_case_and_all_problems_come_at_once() -> None:
         precision.moments_are_rounded_from_float32,
         precision.remainders_have_weights_beside_them,
     }
-    assert {case[0] for case in RULES} == set(precision.RULES) - of_states
+    assert {case[0] for case in RULES} == set(precision.FORMAT_RULES) - of_states
     keys = {"gather": "bfloat16", "reduce": "bfloat16", "tp_reduce": "bfloat16"}
     paths = {problem.path for problem in problems(RunConfig(precision=PrecisionConfig(**keys)))}  # type: ignore[arg-type]
     assert {f"precision.{key}" for key in keys} <= paths

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.checkpoint import state_dict
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, RankError
-from moefold.parallel import amax_over_ranks
+from moefold.parallel import maxima_over_ranks
 from moefold.precision.amax_history import AmaxHistory
 
 DELAYED = {
@@ -73,7 +73,7 @@ def test_amaxes_that_are_not_reduced_are_noticed(
     layout: str, two_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the hashes that ranks of a stage compare."""
-    monkeypatch.setattr(amax_over_ranks, "all_reduce_max", not_reduced)
+    monkeypatch.setattr(maxima_over_ranks, "all_reduce_max", not_reduced)
     with pytest.raises(RankError, match=r"amax_history/layers.* differs between replicas"):
         resumed(tmp_path, two_steps, FOUR | LAYOUTS[layout], 2)
 

@@ -17,7 +17,7 @@ from tests.marks import slow_except
 import moefold
 from moefold.comm.process_groups import Groups
 from moefold.parallel import parallelize
-from moefold.parallel.amax_over_ranks import over_axis
+from moefold.parallel.maxima_over_ranks import over_axis
 from moefold.precision.amax import ReduceAmax
 from moefold.train.callbacks.jsonl import JsonLines
 

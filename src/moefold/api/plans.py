@@ -34,7 +34,7 @@ class Plan:
     >>> isinstance(plan, moefold.Plan), plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
     (True, 8, True)
     >>> sorted(plan.to_dict())[:4]
-    ['alike', 'batch_advice', 'beyond_moefold', 'chosen']
+    ['alike', 'anchor', 'batch_advice', 'beyond_moefold']
     """
 
     def __init__(self, proposal: Proposal) -> None:

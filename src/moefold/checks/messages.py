@@ -1,5 +1,6 @@
 """Rules about messages between ranks: who can send narrow ones, what can go in chunks beside matmuls, and whether hosts
-cut groups so that parameters are summed and gathered inside of them first."""
+cut groups so that parameters are summed and gathered inside of them first. And about ECHO, whose clones of hot experts
+are messages: where there is something to clone, and what can carry clones."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from moefold.config.attention import MLAConfig
 from moefold.config.parallel import EngineDispatcher, ParallelConfig, PlannedDispatcherName
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
+from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import FoldedLayout, ranks_inside
 
-# Of other libraries: they send rows in formats of their own.
+# Of other libraries: they send rows in formats of their own, and number experts themselves.
 _OTHERS = (*get_args(EngineDispatcher), *get_args(PlannedDispatcherName))
 
 
@@ -188,11 +190,65 @@ def hosts_cut_sharding_groups_alike(run: RunConfig, layout: FoldedLayout) -> lis
     return []
 
 
+_ECHO = "parallel.echo"
+
+
+def clones_have_other_ranks(run: RunConfig) -> Problem | None:
+    if run.parallel.echo is None or (run.model.moe is not None and run.parallel.ep > 1):
+        return None
+    why = "the model has no experts" if run.model.moe is None else f"parallel.ep is {run.parallel.ep}"
+    return Problem(_ECHO, f"experts are cloned on other ranks of their ep group, but {why}", "use null")
+
+
+def clones_have_our_dispatcher(run: RunConfig) -> Problem | None:
+    if run.parallel.echo is None or run.parallel.dispatcher not in _OTHERS:
+        return None
+    return Problem(
+        _ECHO,
+        f"{run.parallel.dispatcher} sends rows to the ranks of their experts",
+        "use null, or parallel.dispatcher all_to_all",
+    )
+
+
+def clones_have_counted_rows(run: RunConfig) -> Problem | None:
+    """With a padded capacity every expert has the same rows, padding included."""
+    moe = run.model.moe
+    if run.parallel.echo is None or moe is None or moe.capacity is None or not moe.capacity.pad:
+        return None
+    return Problem(
+        _ECHO,
+        "model.moe.capacity.pad gives every expert the same number of rows, so that none is hot",
+        "use null, or set model.moe.capacity.pad to false",
+    )
+
+
+def clones_are_wide(run: RunConfig) -> Problem | None:
+    """Narrow copies of weights belong to parameters, and a clone is none."""
+    recipe = run.precision.recipe
+    if run.parallel.echo is None or recipe is None:
+        return None
+    return Problem(_ECHO, f"weights of clones are sent wide, but precision.recipe is {recipe}", "use null")
+
+
+def clones_are_on_the_compute_stream(run: RunConfig) -> Problem | None:
+    """Weights are exchanged between the phases of an MoE layer, on the group that the other stream uses."""
+    schedule = SCHEDULES.get(run.parallel.schedule)
+    if run.parallel.echo is None or schedule is None or not schedule.overlaps:
+        return None
+    others = ", ".join(name for name, other in SCHEDULES.items() if not other.overlaps)
+    return Problem(_ECHO, f"{schedule.name} exchanges rows on a stream of their own", f"use null, or one of {others}")
+
+
 RULES = (
     narrow_rows_have_our_dispatcher,
     rounded_parts_are_of_float32,
     tp_chunks_have_matmuls_beside_them,
     ulysses_chunks_have_matmuls_beside_them,
     param_sync_has_levels,
+    clones_have_other_ranks,
+    clones_have_our_dispatcher,
+    clones_have_counted_rows,
+    clones_are_wide,
+    clones_are_on_the_compute_stream,
 )
 RULES_WITH_LAYOUT = (hosts_cut_sharding_groups_alike,)

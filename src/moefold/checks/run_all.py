@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 
 from moefold.checks import (
     context,
-    echo,
     engine_limits,
     finetune,
-    float16,
     graphs,
     kernels,
     messages,
@@ -38,10 +36,8 @@ RULES: tuple[Rule, ...] = (
     *train.RULES,
     *finetune.RULES,
     *precision.RULES,
-    *float16.RULES,
     *narrow_recipes.RULES,
     *messages.RULES,
-    *echo.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,
 )

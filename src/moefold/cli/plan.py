@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.cli.run_argument import add_run_argument
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.hardware.cluster import GPUS
 from moefold.private_files import replace_file
 from moefold.units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from moefold.plan.search.proposal import Question
 
 EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu H100 --gpus 1024
@@ -175,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _compare(question: Any, args: argparse.Namespace) -> int:
+def _compare(question: Question, args: argparse.Namespace) -> int:
     if beside := [name for name in ("html", "trace") if getattr(args, name)]:
         raise MoefoldError(
             f"--{beside[0]} and --compare: two plans are printed as text or --json; leave one of them out"
@@ -216,7 +219,7 @@ def _write(path: Path, text: str, option: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def question_of(args: argparse.Namespace) -> Any:
+def question_of(args: argparse.Namespace) -> Question:
     """The question to the planner; raises with every problem of the options."""
     from moefold.api.plans import cluster_for
     from moefold.api.runs import load_run

@@ -49,13 +49,12 @@ from moefold.nn.step_retention import KEEP_ALL, StepRetention, retention_for
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.optim.trained_pieces import SavingOptimizer
-from moefold.parallel.amax_over_ranks import over_axis, push_amaxes
 from moefold.parallel.data_sharding import DataSharding, to_empty
 from moefold.parallel.dispatchers import ENGINE_DISPATCHERS, layer_overlap, overlaps_itself
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
 from moefold.parallel.fsdp_codes import coded_shards
-from moefold.parallel.logit_maxima import observer
+from moefold.parallel.maxima_over_ranks import observer, over_axis, push_amaxes
 from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, local_part, resize_to_local
 from moefold.parallel.rank_interfaces import paged_stash, parallel_interfaces_of
 from moefold.plan.dispatch_choice import dispatcher_in_use

@@ -27,7 +27,7 @@ from moefold.moe.load_balancing import update_expert_bias
 from moefold.nn.batch import Batch
 from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer, clip_gradients, grad_norm_of
 from moefold.optim.qk_clip import clip_heads, gammas
-from moefold.parallel.logit_maxima import over_ranks as largest_over_ranks
+from moefold.parallel.maxima_over_ranks import over_ranks as largest_over_ranks
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import OnOutput, StepSums

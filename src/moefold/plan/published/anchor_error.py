@@ -55,7 +55,7 @@ class AnchorScore:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class AnchorPairs:
     """Targets are rows, anchors columns. `errors` are log(measured / predicted)."""
 
     errors: Vector
@@ -67,8 +67,9 @@ class Pairs:
     masks: Mapping[tuple[Owner, Nearness], Mask]
 
     def mask(self, kind: str, owner: Owner, near: Nearness) -> Mask:
-        of_kind = self.moe == (kind == "moe")
-        return self.masks[owner, near] & of_kind[:, None] & of_kind[None, :]
+        of_kind: Mask = self.moe == (kind == "moe")
+        mask: Mask = self.masks[owner, near] & of_kind[:, None] & of_kind[None, :]
+        return mask
 
     def shares(self, mask: Mask) -> Shares | None:
         """None where too few groups have such pairs."""
@@ -84,7 +85,7 @@ class Pairs:
         return Shares(max(0.0, common), total - max(0.0, common))
 
 
-def pairs_of(points: Sequence[Point], records: Mapping[str, Record], errors: Mapping[str, float]) -> Pairs:
+def pairs_of(points: Sequence[Point], records: Mapping[str, Record], errors: Mapping[str, float]) -> AnchorPairs:
     """``errors`` are predicted / measured - 1, by id."""
     number = Counter(point.leak_group for point in points)
     sources = np.array([_source(records[point.id]) for point in points])
@@ -108,7 +109,7 @@ def pairs_of(points: Sequence[Point], records: Mapping[str, Record], errors: Map
         "none": ~gpu,
     }
     owners: dict[Owner, Mask] = {"own": same(sources), "published": ~same(sources)}
-    return Pairs(
+    return AnchorPairs(
         errors=-np.log1p(np.array([errors[point.id] for point in points])),
         weights=np.array([1 / sqrt(number[point.leak_group]) for point in points]),
         cells=cells,
@@ -118,13 +119,13 @@ def pairs_of(points: Sequence[Point], records: Mapping[str, Record], errors: Map
     )
 
 
-def anchor_shares(pairs: Pairs) -> dict[str, Shares]:
+def anchor_shares(pairs: AnchorPairs) -> dict[str, Shares]:
     """By kind of model, owner and nearness, where enough was published."""
     found = {f"{kind} {owner} {near}": pairs.shares(pairs.mask(kind, owner, near)) for kind, owner, near in _each()}
     return {name: shares for name, shares in found.items() if shares is not None}
 
 
-def anchor_scores(pairs: Pairs, intervals: Mapping[str, tuple[float, float]]) -> tuple[AnchorScore, ...]:
+def anchor_scores(pairs: AnchorPairs, intervals: Mapping[str, tuple[float, float]]) -> tuple[AnchorScore, ...]:
     """One per kind, owner and nearness of which enough was published to leave targets out."""
     found = [
         anchor_score(f"{kind} {owner} {near}", pairs, pairs.mask(kind, owner, near), intervals[kind])
@@ -135,7 +136,7 @@ def anchor_scores(pairs: Pairs, intervals: Mapping[str, tuple[float, float]]) ->
 
 
 def sweep_scores(
-    pairs: Pairs,
+    pairs: AnchorPairs,
     points: Sequence[Point],
     sweeps: Mapping[str, Sequence[str]],
     intervals: Mapping[str, tuple[float, float]],
@@ -153,7 +154,7 @@ def sweep_scores(
 
 
 def anchor_score(
-    name: str, pairs: Pairs, mask: Mask, interval: tuple[float, float], inside: Mask | None = None
+    name: str, pairs: AnchorPairs, mask: Mask, interval: tuple[float, float], inside: Mask | None = None
 ) -> AnchorScore | None:
     """``inside``: only these are targets and anchors, but variances are of all others."""
     rows = mask if inside is None else mask & inside[:, None] & inside[None, :]

@@ -82,7 +82,7 @@ def _of_record(path: Path, id: str) -> Anchor:
     seconds = (found.get("target") or {}).get("step_time_s")
     needed = {name: found.get(name) for name in ("model", "hardware", "parallel", "precision", "seq_len", "gbs")}
     missing = [name for name, value in (needed | {"target.step_time_s": seconds}).items() if not value]
-    if missing:
+    if seconds is None or missing:
         raise ConfigError(
             *(Problem(f"anchor {id}: {name}", "is missing, and a plan depends on it") for name in missing)
         )

@@ -132,7 +132,7 @@ def verdict(comparison: Comparison) -> str:
 def _why(fast: Prediction, slow: Prediction, a: str, b: str) -> str:
     """The causes of the difference, and of exchanges whether less is sent or more is hidden."""
     whole = slow.time.step_seconds - fast.time.step_seconds
-    saved, lost = [], []
+    saved, lost = list[str](), list[str]()
     for each in time_differences(fast, slow):
         if abs(each.more) < _WORTH_A_WORD * whole:
             continue

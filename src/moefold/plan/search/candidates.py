@@ -142,7 +142,7 @@ def why_not_started(workload: Workload) -> str | None:
 
 
 def _why_no_clones(choice: LayoutChoice, limits: Limits) -> str | None:
-    """The rules of `checks/echo.py`."""
+    """The rules of `checks/messages.py`."""
     if not limits.ours or choice.ep == 1:
         return "experts are cloned on other ranks of their ep group"
     if choice.ep_overlap:

@@ -20,7 +20,7 @@ import moefold.optim.chunked_adamw
 import moefold.optim.optimizer
 import moefold.parallel.data_sharding
 import moefold.parallel.flat_sharding
-import moefold.parallel.logit_maxima
+import moefold.parallel.maxima_over_ranks
 import moefold.pipeline.runtime
 import moefold.pipeline.step
 from moefold.blueprint.model_shape import Attention
@@ -345,7 +345,7 @@ def answers_of_muon_not_sent_back() -> None:
 
 
 def logits_of_this_rank_only() -> None:
-    put(moefold.parallel.logit_maxima, "all_reduce_max", lambda maxima, group: maxima)
+    put(moefold.parallel.maxima_over_ranks, "all_reduce_max", lambda maxima, group: maxima)
 
 
 def keys_clipped_by_one_of_their_heads() -> None:
