@@ -14,8 +14,8 @@ PATH = re.compile(r"(?<![\w/.*{<~-])((?:\.\./)?(?:[\w-]+/)*[\w-]+\.(?:py|md))\b(
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[)#]")
 # Folders from which prose names a file.
 BASES = [ROOT / name for name in ("", "src", "tests", "docs", "benchmarks", "examples")] + [PACKAGE]
-# Files that Python itself looks for.
-NOT_OURS = {"sitecustomize.py", "usercustomize.py"}
+# Files that Python itself looks for, and the program of Megatron-LM.
+NOT_OURS = {"sitecustomize.py", "usercustomize.py", "pretrain_gpt.py"}
 # A tutorial writes files: it says their names where it shows them.
 SHOWN = re.compile(r"<!-- file: (\S+) -->")
 

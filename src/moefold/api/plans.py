@@ -12,6 +12,7 @@ from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine, read_cluster
 from moefold.hardware.machine import over_link, read_machine
 from moefold.plan.framework_rules import FrameworkName
+from moefold.plan.framework_commands import framework_command
 from moefold.plan.launch_command import changes_to_run, with_stages
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.published.anchor_file import read_anchor
@@ -100,6 +101,13 @@ class Plan:
     def command(self) -> str:
         """The command that starts it, once per node."""
         return " ".join(self.proposal.command)
+
+    @property
+    def framework_command(self) -> str | None:
+        """The command with which the framework that was asked for starts it: Megatron-LM, or torchtitan if it has the
+        model; None for moefold."""
+        theirs = framework_command(self.proposal.chosen.workload)
+        return None if theirs is None else " ".join(theirs.words)
 
     @property
     def cost(self) -> float | None:

@@ -3,13 +3,15 @@
 A workload has a run, so the command is the keys in which that run differs from the one the user named. Where the
 planned framework is another one, its run may have values that this trainer lacks (`checks/planned_only.py`): those are
 listed by `beyond_moefold`, and the command is that of the nearest run without them. `settings_of` is a layout in the
-words of that other framework, for its rules (`plan/framework_rules.py`).
+words of that other framework, for its rules (`plan/framework_rules.py`) and commands (`plan/framework_commands.py`).
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import get_args
 
 from moefold.blueprint.model_shape import shape_of
@@ -18,6 +20,7 @@ from moefold.checks.planned_only import PLANNED_ONLY, planned_only
 from moefold.config.memory import Recomputed
 from moefold.config.precision import Graphs, GraphScope
 from moefold.config.run import RunConfig
+from moefold.hardware.cluster import Cluster
 from moefold.plan.framework_rules import Settings
 from moefold.plan.memory.saving_steps import DEFAULTS
 from moefold.plan.search.space import LayoutChoice, Limits, Recompute
@@ -112,7 +115,13 @@ def stage_string(workload: Workload) -> str:
 
 def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> list[str]:
     """What to type once per node, in pieces that belong together. ``name`` is the run's recipe or file."""
-    cluster = workload.cluster
+    started = ["-m moefold.cli.main", f"train {shlex.quote(name)}"]
+    words = (f"--{path} {shlex.quote(value)}" for path, value in changes.items())
+    return [*torchrun(workload.cluster), *started, *words]
+
+
+def torchrun(cluster: Cluster) -> list[str]:
+    """What starts a process on every GPU of a node, up to the program."""
     per_node = min(cluster.gpu.per_node, cluster.num_gpus)
     nodes = -(-cluster.num_gpus // per_node)
     # A fixed port and no rendezvous service: torch's c10d service unpickles what reaches its port, from any host. On
@@ -120,8 +129,7 @@ def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> l
     meet = ["--master-port 29500"]
     if nodes > 1:
         meet = [f"--nnodes {nodes}", "--node-rank $NODE_RANK", "--master-addr $HEAD", "--master-port 29500"]
-    started = [f"--nproc-per-node {per_node}", "-m moefold.cli.main", f"train {shlex.quote(name)}"]
-    return ["torchrun", *meet, *started, *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
+    return ["torchrun", *meet, f"--nproc-per-node {per_node}"]
 
 
 def folded(words: Sequence[str], dim: int) -> str:
@@ -159,14 +167,14 @@ _MEGATRON_MODULES: dict[Recomputed, str] = {
     "core_attention": "core_attn",
     "attention": "attention",
 }
-_MEGATRON_FP8: dict[PlannedFormat, str] = {
+MEGATRON_FP8: dict[PlannedFormat, str] = {
     "fp8_tensor": "tensorwise",
     "fp8_delayed": "delayed",
     "fp8_blockwise": "blockwise",
     "fp8_rowwise": "rowwise",
     "mxfp8": "mxfp8",
 }
-_MEGATRON_GRAPHS: dict[Graphs, str] = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
+MEGATRON_GRAPHS: dict[Graphs, str] = {"none": "none", "partial": "transformer_engine", "full": "full_iteration"}
 _TORCHTITAN_FORMATS: dict[PlannedFormat, str] = {
     "bfloat16": "none",
     "float16": "none",
@@ -212,12 +220,12 @@ def _megatron_settings(choice: LayoutChoice, limits: Limits) -> dict[str, object
         "delay_wgrad_compute": choice.delay_wgrad,
         "recompute_granularity": granularity,
         "recompute_modules": modules,
-        "cuda_graph_impl": _MEGATRON_GRAPHS[choice.graphs],
+        "cuda_graph_impl": MEGATRON_GRAPHS[choice.graphs],
         "cuda_graph_modules": scopes if choice.graphs == "partial" else (),
         "bf16": choice.format not in ("float16", "float32"),
         "fp16": choice.format == "float16",
-        "fp8": "e4m3" if choice.format in _MEGATRON_FP8 else None,
-        "fp8_recipe": _MEGATRON_FP8.get(choice.format),
+        "fp8": "e4m3" if choice.format in MEGATRON_FP8 else None,
+        "fp8_recipe": MEGATRON_FP8.get(choice.format),
         "fp4": "e2m1" if choice.format == "nvfp4" else None,
         "mtp_num_layers": limits.mtp or None,
         "multi_latent_attention": limits.latent,
@@ -255,3 +263,41 @@ def _torchtitan_settings(choice: LayoutChoice, limits: Limits) -> dict[str, obje
         "tied": limits.tied,
         "mtp": limits.mtp > 0,
     }
+
+
+# ---- arguments of another framework ----
+
+
+@dataclass(frozen=True)
+class FrameworkCommand:
+    """What to type once per node, in pieces that belong together, and what of the run it does not say."""
+
+    program: str
+    words: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def introduction(self) -> str:
+        without = f" (it is not told: {'; '.join(self.left_out)})" if self.left_out else ""
+        return f"With {self.program}{without}:"
+
+
+def flags(settings: Mapping[str, object]) -> Iterator[str]:
+    """As argparse reads them: `--name value`, `--name` alone where it is true, nothing where it is off."""
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            yield flag
+        elif isinstance(value, tuple) and value:
+            yield f"{flag} {' '.join(map(str, value))}"
+        elif value is not None and value is not False and value != ():
+            yield f"{flag} {shlex.quote(str(value))}"
+
+
+def layer_pattern(layers: Sequence[int]) -> str:
+    """As Megatron evaluates it: `[0]*3+[1]*58`, or a period that repeats, `[1,0]*18`."""
+    for period in range(2, len(layers) // 2 + 1):
+        repeats = len(layers) // period
+        if list(layers[:period]) * repeats == list(layers):
+            return f"{list(layers[:period])}*{repeats}".replace(" ", "")
+    return "+".join(f"[{value}]*{len(list(run))}" for value, run in groupby(layers))

@@ -8,6 +8,7 @@ from html import escape
 from moefold.checks.kernels import kernels_in_use
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
+from moefold.plan.framework_commands import framework_command
 from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
@@ -88,6 +89,10 @@ def _why(proposal: Proposal) -> str:
         words += " The nearest run that it can start:" if proposal.command else ""
     else:
         words = "To start it, on every node:"
+    theirs = framework_command(proposal.chosen.workload)
+    if theirs:
+        paragraphs.append(f"<p>{escape(theirs.introduction)}</p>")
+        paragraphs.append(f'<pre class="command">{escape(folded(theirs.words, 110))}</pre>')
     command = f'<p>{escape(words)}</p><pre class="command">{escape(folded(proposal.command, 110))}</pre>'
     return f'<h2>Why this layout</h2><div class="panel why">{"".join(paragraphs)}{command}</div>'
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.checks.kernels import kernels_in_use
+from moefold.plan.framework_commands import framework_command
 from moefold.plan.launch_command import folded
 from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.prediction import Prediction
@@ -201,6 +202,10 @@ def cost_words(proposal: Proposal) -> str:
 
 def _command(proposal: Proposal) -> Iterator[RenderableType]:
     yield Text()
+    theirs = framework_command(proposal.chosen.workload)
+    if theirs:
+        yield Padding(Text(theirs.introduction), (0, 0, 0, 1))
+        yield Padding(Text(folded(theirs.words, _COMMAND), style="bold"), (0, 0, 1, 1))
     if proposal.beyond:
         words = f"moefold does not have yet: {'; '.join(proposal.beyond)}."
         words += " The nearest run that it can start:" if proposal.command else ""
@@ -244,8 +249,14 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "cost": proposal.cost,
         "megawatt_hours": proposal.megawatt_hours,
         "command": " ".join(proposal.command),
+        "framework_command": _framework_command_data(proposal),
         "beyond_moefold": list(proposal.beyond),
     }
+
+
+def _framework_command_data(proposal: Proposal) -> dict[str, Any] | None:
+    theirs = framework_command(proposal.chosen.workload)
+    return {"command": " ".join(theirs.words), "left_out": list(theirs.left_out)} if theirs else None
 
 
 def anchor_data(found: Anchored) -> dict[str, Any]:

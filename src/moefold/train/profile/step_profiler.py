@@ -4,6 +4,9 @@ The loop says when a step begins (`next_step`), which is also where the one befo
 recorder to the rank's ledger and to its heartbeat, and takes it away again; other steps stamp nothing. After the step,
 outside of its time, the ranks' stamps are gathered on rank 0, put on its clock, and accounted for: a line of
 `profile.jsonl`, and with `train.profile.trace` a trace for Chrome or Perfetto.
+
+Other tools get ranges of the same names: NVTX, which nsys shows (`nsys profile --trace cuda,nvtx moefold ...`, never
+run on a GPU), and torch's profiler, which writes a trace per rank and step.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import gc
 import json
 import time
 import zlib
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from moefold.checkpoint.files import make_directory
 from moefold.comm.clock_offsets import clock_offsets
@@ -29,7 +34,6 @@ from moefold.train.profile.account import account
 from moefold.train.profile.chrome_trace import chrome_trace
 from moefold.train.profile.device_memory import capacity_bytes, memory_used
 from moefold.train.profile.step_account import FILE_NAME, StepAccount
-from moefold.train.profile.tool_ranges import TorchProfiler, ranges_named
 
 FOLDER = "profile"
 
@@ -142,3 +146,52 @@ def unpack(content: bytes) -> tuple[RankStep, tuple[int, int]]:
     spans = [Span(*each)._replace(operations=tuple(each[5])) for each in step.pop("spans")]
     operations = [Operation(*each)._replace(peers=tuple(each[4])) for each in step.pop("operations")]
     return RankStep(**step, marks=marks, spans=spans, operations=operations), (memory[0], memory[1])
+
+
+# ---- ranges for other tools ----
+
+
+class NvtxRanges:
+    def push(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+class TorchRanges:
+    """Ranges of the running torch profiler."""
+
+    def __init__(self) -> None:
+        self._open: list[AbstractContextManager[object]] = []
+
+    def push(self, name: str) -> None:
+        self._open.append(torch.profiler.record_function(name))
+        self._open[-1].__enter__()
+
+    def pop(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def ranges_named(name: str) -> Ranges | None:
+    return {"none": lambda: None, "nvtx": NvtxRanges, "torch": TorchRanges}[name]()
+
+
+class TorchProfiler:
+    """torch's profiler around profiled steps; every rank writes its own trace."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._running: tuple[int, torch.profiler.profile] | None = None
+
+    def start(self, step: int) -> None:
+        self._running = step, torch.profiler.profile()
+        self._running[1].__enter__()
+
+    def stop(self) -> None:
+        if self._running is None:
+            return
+        (step, profiler), self._running = self._running, None
+        profiler.__exit__(None, None, None)
+        make_directory(self.folder)
+        profiler.export_chrome_trace(str(self.folder / f"torch_step_{step:08d}_rank_{self.rank:05d}.json"))
