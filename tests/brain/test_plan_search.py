@@ -21,7 +21,7 @@ from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import cheapest_savings
 from moefold.plan.search.candidates import choice_of_workload, described, why_illegal, workload_of_choice
 from moefold.plan.search.enumeration import layouts, neighbours, worthwhile_stages
-from moefold.plan.search.search import NothingFitsError, pareto, search
+from moefold.plan.search.search import NothingFitsError, pareto, search, tighter
 from moefold.plan.search.space import LayoutChoice, Space, limits_of, narrowed, usual_space
 from moefold.plan.workload import Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
@@ -180,6 +180,40 @@ def test_the_pareto_set_is_beaten_by_nobody() -> None:
             described(each.choice)
         )
     assert pareto(result.pareto) == result.pareto
+
+
+@pytest.mark.usefixtures("pretending")
+def test_what_headroom_costs_is_a_faster_layout_that_fits_without_it() -> None:
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    space, capacity = narrowed(usual_space(workload), NARROW), workload.cluster.gpu.memory_bytes / 4
+    roomy, full = search(workload, space, headroom=0.5), search(workload, space)
+    assert max(each.bytes for each in roomy.ranked) <= 0.5 * capacity < full.best.bytes
+    found = tighter(workload, space, roomy)
+    assert found is not None and 0.5 * capacity < found.bytes <= capacity
+    assert full.best.seconds <= found.seconds < roomy.preferred.seconds
+    assert tighter(workload, space, full) is None, "nothing is faster than the fastest that fits at all"
+
+
+@pytest.mark.usefixtures("pretending")
+def test_of_layouts_that_are_as_fast_one_that_leaves_a_tenth_is_preferred() -> None:
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    result = search(workload, narrowed(usual_space(workload), NARROW))
+    near = [each for each in result.ranked if each.seconds <= 1.03 * result.best.seconds]
+    fitting = [each for each in near if each.bytes <= 0.9 * result.memory]
+    assert result.preferred == (fitting[0] if fitting else min(near, key=lambda each: each.bytes))
+    # Where a tenth is more than any of them leaves, the roomiest.
+    crowded = replace(result, memory=min(each.bytes for each in near))
+    assert crowded.preferred == min(near, key=lambda each: each.bytes)
+
+
+@pytest.mark.usefixtures("pretending")
+def test_layouts_within_the_error_are_those_of_the_pareto_set_and_are_marked() -> None:
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    result = search(workload, narrowed(usual_space(workload), NARROW))
+    assert result.alike(0.0) == result.pareto[:1] and result.alike(inf) == result.pareto
+    seconds = sorted(each.seconds for each in result.pareto)
+    between = (seconds[1] + seconds[2]) / 2 / result.best.seconds - 1
+    assert [each.seconds for each in result.alike(between)] == seconds[:2]
 
 
 @pytest.mark.usefixtures("pretending")
