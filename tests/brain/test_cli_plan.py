@@ -92,6 +92,28 @@ def test_without_a_search_the_runs_own_layout_is_predicted(capsys: Output) -> No
     assert "--data.train tokens" in data["command"] and "$DATA" not in data["command"]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "bits", "peak"),
+    [
+        ("H100", "null", 16, 989),
+        ("H100", "fp8_tensor", 8, 1979),
+        ("GB200", "nvfp4", 4, 9800),
+        ("A100", "null", 16, 312),
+    ],
+)
+def test_mfu_is_of_the_units_that_matmuls_run_on_and_says_so(
+    gpu: str, recipe: str, bits: int, peak: int, capsys: Output
+) -> None:
+    words = ["plan", "olmoe_1b_7b", "--gpu", gpu, "--gpus", "16", "--no-search", "--precision.recipe", recipe]
+    main([*words, "--json"])
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert chosen["mfu_peak"] == {"bits": bits, "tflops": peak}
+    assert chosen["mfu"] == pytest.approx(chosen["tflops_per_gpu"] / peak)
+    main(words)
+    unit = "bfloat16" if bits == 16 else f"{bits} bits"
+    assert f"MFU {chosen['mfu']:.1%} of {peak:,.0f} in {unit}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_layout_that_cannot_be_is_explained_and_the_search_goes_on(capsys: Output) -> None:
     assert main([*PINNED, "--json", "--parallel.tp", "32"]) == 0
     data = json.loads(capsys.readouterr().out)

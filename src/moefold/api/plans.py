@@ -11,8 +11,8 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine, read_cluster
 from moefold.hardware.machine import over_link, read_machine
-from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.framework_commands import framework_command
+from moefold.plan.framework_rules import FrameworkName
 from moefold.plan.launch_command import changes_to_run, with_stages
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.published.anchor_file import read_anchor
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """`tflops_per_gpu` over the GPU's peak in the format that is computed in."""
+        """`tflops_per_gpu` over the peak of the units that matmuls run on: those of 8 bits with FP8 recipes."""
         return self.proposal.chosen.mfu
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moefold.blueprint.flops import training_flops
+from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
 from moefold.plan.timing.constants import CURRENT, Constants
@@ -27,7 +28,7 @@ def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
         wall,
         rate,
         flops / 1e12,
-        flops / 1e12 / (workload.cluster.gpu.bf16_tflops or float("inf")),
+        workload.cluster.gpu.matmul_units(matmul_bits(workload.casts)),
     )
 
 

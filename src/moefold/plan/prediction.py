@@ -82,5 +82,17 @@ class Prediction:
     tokens_per_second_per_gpu: float
     # In the published convention: what the model needs, not what is recomputed.
     tflops_per_gpu: float
-    mfu: float
+    # Of the units that take the operands of matmuls: their bits, and 1e12 FLOP/s.
+    units: tuple[int, float]
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def mfu(self) -> float:
+        """0 where the peak is not known."""
+        return self.tflops_per_gpu / self.units[1] if self.units[1] else 0.0
+
+    @property
+    def mfu_words(self) -> str:
+        """With the peak by name, as a run in FP8 may be compared with either."""
+        bits, peak = self.units
+        return f"MFU {self.mfu:.1%} of {peak:,.0f} in {'bfloat16' if bits == 16 else f'{bits} bits'}"

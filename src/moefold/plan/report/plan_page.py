@@ -62,7 +62,7 @@ def _header(proposal: Proposal) -> str:
 def _cards(proposal: Proposal) -> str:
     chosen, time, memory = proposal.chosen, proposal.chosen.time, proposal.chosen.memory
     question = proposal.question
-    mfu = f"MFU {chosen.mfu:.1%}" if chosen.mfu else ""
+    mfu = chosen.mfu_words if chosen.mfu else ""
     rate = chosen.tokens_per_second_per_gpu
     cards = [
         card(seconds(time.step_seconds), "per step", f"80 %: {time.low:.2f} to {seconds(time.high)}"),

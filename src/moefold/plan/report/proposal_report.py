@@ -67,7 +67,7 @@ def _headline(proposal: Proposal) -> Text:
         f"{seconds(time.high)}), {chosen.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
     )
     if chosen.mfu:
-        text.append(f", {chosen.tflops_per_gpu:,.0f} TFLOP/s, MFU {chosen.mfu:.1%}")
+        text.append(f", {chosen.tflops_per_gpu:,.0f} TFLOP/s, {chosen.mfu_words}")
     if chosen.workload.is_own:
         used = kernels_in_use(chosen.workload.run, "cuda")
         text.append("\nkernels: " + ", ".join(f"{key} {name}" for key, name in used.items()))
@@ -284,6 +284,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
         "tflops_per_gpu": prediction.tflops_per_gpu,
         "mfu": prediction.mfu,
+        "mfu_peak": {"bits": prediction.units[0], "tflops": prediction.units[1]},
         "wall": prediction.wall,
         "time": [
             {"wall": line.wall, "name": line.name, "seconds": line.seconds, "hidden": line.hidden, "why": line.why}
