@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.plan.published.assess import assess, prediction_lines, rank_score, set_score, spearman
-from moefold.plan.published.error_page import REASONS, error_page, reason_for
+from moefold.plan.published.assess import assess, calibrated, prediction_lines, rank_score, set_score, spearman
+from moefold.plan.published.error_page import REASONS, classes, error_page, reason_for, source_of
 from moefold.plan.published.fit import constants_of, fit, fitted_source, left_out
 from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.timing.constants import CURRENT, MEANINGS
@@ -126,6 +126,57 @@ def test_an_assessment_becomes_predictions_and_a_page(folder: Path) -> None:
         "only GB200",
     ):
         assert part in page
+
+
+def test_classes_of_runs_have_their_own_errors_and_the_page_begins_with_the_worst(folder: Path) -> None:
+    result = assess(folder, _silent)
+    found = {each.kind: each for each in classes(result)}
+    assert {"source", "year", "framework", "format"} <= set(found)
+    whole = found["framework"]
+    assert whole.score.points == len(result.points) == 24
+    by_group: dict[str, list[float]] = {}
+    for point in result.points:
+        by_group.setdefault(point.leak_group, []).append(abs(result.errors[point.id]))
+    means = [sum(group) / len(group) for group in by_group.values()]
+    assert whole.score.macro == pytest.approx(sum(means) / len(means))
+    assert whole.held == pytest.approx(sum(result.inside.values()) / 24)
+    assert set(result.intervals) == {"dense", "moe"}, "too few runs of the framework for an interval of its own"
+    page = error_page(result)
+    assert page.index("The worst of what follows") < page.index("| set |") < page.index("By source, year")
+    worst = max(result.errors, key=lambda id: abs(result.errors[id]))
+    assert worst in page[: page.index("| set |")]
+
+
+def test_an_interval_holds_four_fifths_of_groups_that_it_has_not_seen() -> None:
+    """The tenth and ninetieth percentile of all runs hold 80 % of those, and fewer of a group that was left out."""
+    draw = np.random.default_rng(3)
+    ratios = [
+        (str(group), float(1 + 0.1 * shift)) for group in range(12) for shift in draw.normal(draw.normal(), 0.05, 5)
+    ]
+    (low, high), held = calibrated(ratios)
+    tenth, ninetieth = np.percentile([ratio for _, ratio in ratios], (10, 90))
+    assert sum(held) >= 0.8 * len(held) and low < tenth and ninetieth < high
+
+    def inside(group: str, ratio: float) -> bool:
+        bounds = np.percentile([other for name, other in ratios if name != group], (10, 90))
+        return bool(bounds[0] <= ratio <= bounds[1])
+
+    assert sum(inside(*each) for each in ratios) < 0.8 * len(held), "else nothing had to be moved"
+    alone = [(str(number), ratio) for number, (_, ratio) in enumerate(ratios)]
+    assert calibrated(alone)[0][0] > low, "runs of groups of their own need less"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Megatron-Bridge docs/performance-summary.md", "Megatron-Bridge"),
+        ("MoE Parallel Folding (arXiv:2504.14960)", "MoE Parallel Folding"),
+        ("NVIDIA dgxc-benchmarking llama3.1", "NVIDIA dgxc-benchmarking llama3.1"),
+        ("", "not stated"),
+    ],
+)
+def test_sources_are_named_without_the_file(name: str, expected: str) -> None:
+    assert source_of({"source": {"name": name}}) == expected
 
 
 def test_the_command_writes_what_it_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

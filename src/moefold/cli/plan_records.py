@@ -145,7 +145,7 @@ def _text(result: Assessment) -> str:
     )
     said = (
         f"said to fit but do not: {len(result.false_fits)}; said not to fit but ran: {len(result.false_oom)} of "
-        f"{len(result.points)}; the 80 % interval holds {100 * result.covered:.0f} %"
+        f"{len(result.points)}; the 80 % interval holds {100 * result.held:.0f} %"
     )
     tuned = text_table(
         ("tuned layout", "predicted", "nearest published run", "measured", "predicted for it"),
@@ -164,7 +164,7 @@ def _data(result: Assessment) -> dict[str, object]:
         "ranks": [asdict(each) for each in result.ranks],
         "false_fits": list(result.false_fits),
         "false_oom": list(result.false_oom),
-        "interval_holds": result.covered,
+        "interval_holds": result.held,
         "errors": dict(result.errors),
         "errors_without_the_gpu": dict(result.gpu_errors),
         "errors_without_the_family": dict(result.family_errors),

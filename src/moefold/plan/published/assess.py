@@ -31,8 +31,11 @@ from moefold.plan.published.predict_records import measured_bytes
 from moefold.plan.published.records import Record
 from moefold.plan.timing.anchoring import Shares
 from moefold.plan.timing.constants import CURRENT
+from moefold.plan.timing.step_time import interval_kinds
 
 GIB = 2**30
+# Of a framework's runs of one kind, so that they have an interval of their own.
+FEWEST_RUNS, FEWEST_GROUPS = 20, 8
 _MEASURED = (
     ("peak_allocated_gib", GIB),
     ("peak_gib", GIB),
@@ -117,9 +120,11 @@ class Assessment:
     memory_errors: Mapping[str, float]
     sets: tuple[SetScore, ...]
     ranks: tuple[RankScore, ...]
-    # Measured over predicted step times, the tenth and ninetieth percentile of dense models and of MoE models.
+    # Measured over predicted step times, between which 80 % of runs of other leak groups lie: by kind of model, and
+    # where enough runs of a framework were published by framework and kind (`interval_kinds`).
     intervals: Mapping[str, tuple[float, float]]
-    covered: float
+    # Whether a run is inside of the interval that runs of other leak groups give.
+    inside: Mapping[str, bool]
     # What runs near each other have of their errors in common, and what a measured run is worth, by nearness and sweep.
     shares: Mapping[str, Shares]
     anchored: tuple[AnchorScore, ...]
@@ -127,6 +132,11 @@ class Assessment:
     fits: Mapping[str, bool]
     false_fits: tuple[str, ...]
     false_oom: tuple[str, ...]
+
+    @property
+    def held(self) -> float:
+        """The share of runs inside of their interval."""
+        return sum(self.inside.values()) / len(self.inside)
 
 
 def assess(folder: Path, progress: Progress) -> Assessment:
@@ -143,7 +153,7 @@ def assess(folder: Path, progress: Progress) -> Assessment:
         set_score(name, memory if name.startswith("memory") else errors, groups, chosen["ids"])
         for name, chosen in _read(folder / "score_sets.json").items()
     ]
-    intervals, covered = _intervals(points, errors)
+    intervals, inside = _intervals(points, errors)
     pairs = pairs_of(points, by_id, errors)
     sweeps = {chosen["series"]: chosen["ids"] for chosen in _read(folder / "rank_sets.json")}
     fits = {point.id: predict_memory(point.workload).fits for point in points}
@@ -161,7 +171,7 @@ def assess(folder: Path, progress: Progress) -> Assessment:
         sets=tuple(each for each in sets if each is not None),
         ranks=_ranks(folder, by_id, errors),
         intervals=intervals,
-        covered=covered,
+        inside=inside,
         shares=anchor_shares(pairs),
         anchored=anchor_scores(pairs, intervals),
         anchored_sweeps=sweep_scores(pairs, points, sweeps, intervals),
@@ -180,7 +190,7 @@ def prediction_lines(result: Assessment) -> list[dict[str, Any]]:
         if id in seconds:
             point = seconds[id]
             step = point.seconds * (1 + result.errors[id])
-            low, high = result.intervals[_kind(point)]
+            low, high = interval_in(result.intervals, point)
             line |= {"step_time_s": step, "interval": [step * low, step * high], "fits": result.fits[id]}
         if id in result.memory_errors:
             line["memory_gib"] = (1 + result.memory_errors[id]) * measured_memory(record) / GIB
@@ -219,19 +229,49 @@ def _ranks(folder: Path, records: Mapping[str, Record], errors: Mapping[str, flo
     return tuple(found)
 
 
-def _kind(point: Point) -> str:
-    return "moe" if point.workload.model.is_moe else "dense"
+def interval_in(intervals: Mapping[str, tuple[float, float]], point: Point) -> tuple[float, float]:
+    own, kind = interval_kinds(point.workload)
+    return intervals.get(own, intervals[kind])
 
 
-def _intervals(points: list[Point], errors: Mapping[str, float]) -> tuple[dict[str, tuple[float, float]], float]:
-    ratios: dict[str, list[float]] = {"dense": [], "moe": []}
+def _intervals(
+    points: list[Point], errors: Mapping[str, float]
+) -> tuple[dict[str, tuple[float, float]], dict[str, bool]]:
+    members: dict[str, list[Point]] = defaultdict(list)
     for point in points:
-        ratios[_kind(point)].append(1 / (1 + errors[point.id]))
-    found = {
-        kind: (float(np.quantile(values, 0.1)), float(np.quantile(values, 0.9))) for kind, values in ratios.items()
-    }
-    held = [found[_kind(point)][0] <= 1 / (1 + errors[point.id]) <= found[_kind(point)][1] for point in points]
-    return found, sum(held) / len(held)
+        for name in interval_kinds(point.workload):
+            members[name].append(point)
+    kinds = {interval_kinds(point.workload)[1] for point in points}
+    found, inside = dict[str, tuple[float, float]](), dict[str, bool]()
+    # Kinds first: what is inside of a framework's own interval replaces what is inside of its kind's.
+    for name in sorted(members, key=lambda name: (name not in kinds, name)):
+        those = members[name]
+        groups = {point.leak_group for point in those}
+        if name in kinds or (len(those) >= FEWEST_RUNS and len(groups) >= FEWEST_GROUPS):
+            found[name], held = calibrated([(point.leak_group, 1 / (1 + errors[point.id])) for point in those])
+            inside |= {point.id: kept for point, kept in zip(those, held, strict=True)}
+    return found, inside
+
+
+def calibrated(ratios: Sequence[tuple[str, float]]) -> tuple[tuple[float, float], list[bool]]:
+    """An interval that holds 80 % of runs which it has not seen, and whether it holds each.
+
+    The tenth and ninetieth percentile of other leak groups hold fewer of a group's runs than 80 %. So percentiles are
+    moved outwards until they do, and the interval has those of all runs.
+    """
+    for percent in range(10, 0, -1):
+        held = []
+        for group, ratio in ratios:
+            low, high = _percentiles([other for name, other in ratios if name != group] or [ratio], percent)
+            held.append(low <= ratio <= high)
+        if sum(held) >= 0.8 * len(held):
+            break
+    return _percentiles([ratio for _, ratio in ratios], percent), held
+
+
+def _percentiles(ratios: Sequence[float], percent: int) -> tuple[float, float]:
+    low, high = np.percentile(ratios, (percent, 100 - percent))
+    return float(low), float(high)
 
 
 def _read(path: Path) -> Any:

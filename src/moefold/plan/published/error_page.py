@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp
 from types import MappingProxyType
 from typing import cast
 
 from moefold.plan.published.anchor_error import AnchorScore
-from moefold.plan.published.assess import Assessment
+from moefold.plan.published.assess import FEWEST_RUNS, Assessment, SetScore, set_score
 from moefold.plan.published.points import Point
+from moefold.plan.published.records import Record
 from moefold.plan.timing.anchoring import NEARNESS, Nearness
 from moefold.plan.timing.constants import MEANINGS
 from moefold.tables import markdown_table
@@ -47,7 +49,9 @@ def error_page(result: Assessment) -> str:
             for part in (
                 _INTRODUCTION,
                 f"{len(result.points)} runs with a step time, {len(result.memory_errors)} with a memory figure.",
+                worst_words(result),
                 markdown_table(("set", "runs", "macro", "median", "bias"), _sets(result)),
+                class_section(result),
                 _ranks(result),
                 _feasibility(result),
                 anchor_section(result.anchored, result.anchored_sweeps),
@@ -80,6 +84,91 @@ def _sets(result: Assessment) -> list[tuple[str, ...]]:
     ]
 
 
+def worst_words(result: Assessment) -> str:
+    """What the page begins with: the worst set, the worst class of at least `FEWEST_RUNS` runs, and the worst run."""
+    sets = [each for each in result.sets if not each.name.startswith("memory")]
+    worst_set = max(sets, key=lambda each: each.macro)
+    run = max(result.errors, key=lambda id: abs(result.errors[id]))
+    words = [f"the set {worst_set.name} at {_percent(worst_set.macro)}", f"the run {run} at {_signed(run, result)}"]
+    if found := classes(result):
+        worst = max(found, key=lambda each: each.score.macro)
+        words.insert(1, f"runs of {worst.kind} {worst.score.name} at {_percent(worst.score.macro)}")
+    return f"**The worst of what follows:** {', '.join(words)}."
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """Runs that have something in common; ``held``: the share inside of the 80 % interval."""
+
+    kind: str
+    score: SetScore
+    held: float
+
+
+def classes(result: Assessment) -> list[ClassScore]:
+    """By kind of class, the worst first."""
+    found = []
+    for kind, value_of in _CLASSES.items():
+        members: dict[str, list[Point]] = defaultdict(list)
+        for point in result.points:
+            members[value_of(result.records[point.id], point)].append(point)
+        found += [_class(result, kind, name, points) for name, points in members.items() if len(points) >= FEWEST_RUNS]
+    order = list(_CLASSES)
+    return sorted(found, key=lambda each: (order.index(each.kind), -each.score.macro))
+
+
+def _class(result: Assessment, kind: str, name: str, points: Sequence[Point]) -> ClassScore:
+    groups = {point.id: point.leak_group for point in points}
+    score = set_score(name, result.errors, groups, groups)
+    assert score is not None
+    return ClassScore(kind, score, sum(result.inside[point.id] for point in points) / len(points))
+
+
+def source_of(record: Record) -> str:
+    """Who published it: the name of a project, without the file that it was read from."""
+    name = str((record.get("source") or {}).get("name", "")).partition(" (")[0]
+    words = [word for word in name.split() if "/" not in word]
+    return " ".join(words[:3]) or name or "not stated"
+
+
+# What runs may have in common.
+_CLASSES: Mapping[str, Callable[[Record, Point], str]] = MappingProxyType(
+    {
+        "source": lambda record, _: source_of(record),
+        "year": lambda record, _: str(record.get("date") or "not stated")[:4],
+        "GPU": lambda _, point: point.gpu,
+        "family": lambda _, point: point.family,
+        "framework": lambda _, point: point.workload.framework.name,
+        "format": lambda _, point: point.workload.format,
+        "size": lambda _, point: _size_words(point.workload.cluster.num_gpus),
+    }
+)
+
+
+def _size_words(gpus: int) -> str:
+    return "up to 64 GPUs" if gpus <= 64 else "65 to 512 GPUs" if gpus <= 512 else "more than 512 GPUs"
+
+
+def class_section(result: Assessment) -> str:
+    found = classes(result)
+    kept = [each for each in found if 0.74 <= each.held <= 0.86]
+    rows = [
+        (each.kind, each.score.name, str(each.score.points), _percent(each.score.macro), _percent(each.score.median))
+        + (f"{100 * each.score.bias:+.1f} %", f"{100 * each.held:.0f} %")
+        for each in found
+    ]
+    return (
+        f"## By source, year, GPU, family, framework, format and size\n\nClasses of at least {FEWEST_RUNS} runs, the "
+        "worst first. *Inside* is the share of runs within the 80 % interval that runs of other leak groups give: it "
+        f"is between 74 and 86 % in {len(kept)} of {len(found)} classes.\n\n"
+        + markdown_table(("class", "", "runs", "macro", "median", "bias", "inside"), rows)
+    )
+
+
+def _signed(id: str, result: Assessment) -> str:
+    return f"{100 * result.errors[id]:+.0f} %"
+
+
 def _ranks(result: Assessment) -> str:
     rows = [(each.name, str(each.layouts), f"{each.spearman:+.2f}", _percent(each.regret)) for each in result.ranks]
     mean = statistics.fmean(each.spearman for each in result.ranks)
@@ -92,15 +181,14 @@ def _ranks(result: Assessment) -> str:
 
 
 def _feasibility(result: Assessment) -> str:
-    intervals = ", ".join(
-        f"{low:.2f} to {high:.2f} times the prediction for {kind} models"
-        for kind, (low, high) in result.intervals.items()
-    )
+    intervals = ", ".join(f"{low:.2f} to {high:.2f} ({kind})" for kind, (low, high) in result.intervals.items())
     return (
         "## Fitting, and the interval\n\n"
         f"Runs known to run out of memory that are said to fit: {len(result.false_fits)}. Runs that ran but are said "
-        f"not to fit: {len(result.false_oom)} of {len(result.points)}. The 80 % interval is {intervals}; it holds "
-        f"{100 * result.covered:.0f} % of the runs."
+        f"not to fit: {len(result.false_oom)} of {len(result.points)}. Measured over predicted, the 80 % interval is "
+        f"{intervals}: that of its framework and kind of model where enough was published, else of its kind. Runs of "
+        f"other leak groups give intervals that hold {_percent(result.held)} of "
+        "the runs."
     )
 
 
@@ -169,7 +257,7 @@ def _macros(points: Iterable[Point], errors: Mapping[str, float]) -> tuple[str, 
 def _worst(result: Assessment) -> list[tuple[str, str, str]]:
     canonical = [point.id for point in result.points if result.records[point.id].get("canonical", True)]
     worst = sorted(canonical, key=lambda id: -abs(result.errors[id]))[:10]
-    return [(id, f"{100 * result.errors[id]:+.0f} %", reason_for(id)) for id in worst]
+    return [(id, _signed(id, result), reason_for(id)) for id in worst]
 
 
 def _constants(result: Assessment) -> list[tuple[str, ...]]:

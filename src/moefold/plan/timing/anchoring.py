@@ -21,8 +21,8 @@ from typing import Literal
 
 from moefold.blueprint.model_shape import ModelShape
 from moefold.blueprint.param_counts import layer_counts
-from moefold.plan.timing.fitted import ANCHORS, INTERVALS
-from moefold.plan.timing.step_time import step_time
+from moefold.plan.timing.fitted import ANCHORS
+from moefold.plan.timing.step_time import interval_of, step_time
 from moefold.plan.workload import Rescaling, Workload
 
 # Whose the anchor is: the planned run's people measured it, on that cluster and with that release; or anybody else.
@@ -111,10 +111,11 @@ def anchored(anchor: Anchor, planned: Workload) -> Anchored:
     predicted = step_time(anchor.workload).total
     found = nearness(anchor.workload, planned)
     shares = shares_of(kind, anchor.owner, found)
-    low, high = (exp(shares.shrink * log(bound)) for bound in INTERVALS[kind])
+    usual = interval_of(planned)
+    low, high = (exp(shares.shrink * log(bound)) for bound in usual)
     factor = exp(shares.weight * log(anchor.seconds / predicted))
     rescaling = Rescaling(factor, low, high)
-    return Anchored(anchor, predicted, found, shares.weight, INTERVALS[kind], rescaling)
+    return Anchored(anchor, predicted, found, shares.weight, usual, rescaling)
 
 
 def shares_of(kind: str, owner: Owner, found: Nearness) -> Shares:

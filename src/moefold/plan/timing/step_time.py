@@ -298,6 +298,18 @@ def _own(workload: Workload, dense: float, experts: float) -> float:
     return dense / shards + experts / edp
 
 
+def interval_kinds(workload: Workload) -> tuple[str, str]:
+    """Of which published runs the interval is, the nearest first: this framework's, or all frameworks', of its kind."""
+    kind = "moe" if workload.model.is_moe else "dense"
+    return f"{workload.framework.name} {kind}", kind
+
+
+def interval_of(workload: Workload) -> tuple[float, float]:
+    """80 % of measured step times lie between these multiples of the predicted one."""
+    own, kind = interval_kinds(workload)
+    return INTERVALS.get(own, INTERVALS[kind])
+
+
 def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
     """The step with its lines."""
     step = step_time(workload, c)
@@ -320,7 +332,7 @@ def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("optimizer", "optimizer", step.optimizer),
         TimeLine("host", "fixed time of a step", step.fixed),
     )
-    usual, found = INTERVALS["moe" if workload.model.is_moe else "dense"], workload.rescaling
+    usual, found = interval_of(workload), workload.rescaling
     low, high = usual if found is None else (found.low, found.high)
     return TimePrediction(
         step.total, low * step.total, high * step.total, tuple(line for line in lines if line.seconds)
