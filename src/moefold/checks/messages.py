@@ -4,6 +4,7 @@ are messages: where there is something to clone, and what can carry clones."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import get_args
 
 from moefold.config.attention import MLAConfig
@@ -13,6 +14,8 @@ from moefold.errors import Problem
 from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import FoldedLayout, ranks_inside
 
+# Whether it is so, why it does not go with chunks, and what does.
+Refusal = tuple[bool, str, str]
 # Of other libraries: they send rows in formats of their own, and number experts themselves.
 _OTHERS = (*get_args(EngineDispatcher), *get_args(PlannedDispatcherName))
 
@@ -37,29 +40,18 @@ def rounded_parts_are_of_float32(run: RunConfig) -> Problem | None:
     )
 
 
-def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
-    """With parallel.overlap tensor_parallel: tokens are exchanged, in chunks that can be summed one by one, and nothing
-    is recomputed, for a chunk that was sent is not sent twice."""
-    parallel, attention, retained = run.parallel, run.model.attention, run.memory.retained()
-    if "tensor_parallel" not in parallel.overlap:
-        default = ParallelConfig().tp_chunks
-        if parallel.tp_chunks == default:
-            return []
-        message = f"is {parallel.tp_chunks}, but tensor parallelism does not run in chunks"
-        return [Problem("parallel.tp_chunks", message, f"use {default}, or parallel.overlap [tensor_parallel]")]
-    if parallel.tp_chunks < 2:
-        message = f"is {parallel.tp_chunks}: with one chunk there is no other to be computed beside its exchange"
-        return [Problem("parallel.tp_chunks", message, "use 2 or more")]
-    if parallel.tp == 1:
-        return [Problem("parallel.overlap", "tensor_parallel: tp=1 exchanges no tokens", "use [], or parallel.tp of 2")]
-    shared = run.model.moe is not None and run.model.moe.shared_hidden_dim > 0
-    again = [name for name in run.memory.recompute if name != "experts" or shared]
-    rules = (
-        (
-            run.precision.tp_reduce == "fp8_all_to_all",
-            "precision.tp_reduce fp8_all_to_all scales the parts of a whole sum",
-            "precision.tp_reduce bfloat16 or null",
-        ),
+def _number_of_chunks(parallel: ParallelConfig, overlap: str, key: str, without: str) -> Problem | None:
+    chunks, default = getattr(parallel, key), getattr(ParallelConfig(), key)
+    path = f"parallel.{key}"
+    if overlap in parallel.overlap:
+        message = f"is {chunks}: with one chunk there is no other to be computed beside its exchange"
+        return Problem(path, message, "use 2 or more") if chunks < 2 else None
+    fix = f"use {default}, or parallel.overlap [{overlap}]"
+    return None if chunks == default else Problem(path, f"is {chunks}, but {without} in chunks", fix)
+
+
+def _unknown_with_chunks(run: RunConfig) -> tuple[Refusal, ...]:
+    return (
         (
             run.precision.recipe is not None,
             f"precision.recipe {run.precision.recipe} narrows rows together that chunks separate",
@@ -70,6 +62,36 @@ def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
             f"kernels.graphs {run.kernels.graphs} was never tried with exchanges on another stream",
             "kernels.graphs none",
         ),
+    )
+
+
+def _broken(overlap: str, rules: Iterable[Refusal]) -> list[Problem]:
+    return [
+        Problem("parallel.overlap", f"{overlap}: {message}", f"use [], or {fix}")
+        for broken, message, fix in rules
+        if broken
+    ]
+
+
+def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
+    """With parallel.overlap tensor_parallel: tokens are exchanged, in chunks that can be summed one by one, and nothing
+    is recomputed, for a chunk that was sent is not sent twice."""
+    parallel, attention, retained = run.parallel, run.model.attention, run.memory.retained()
+    if problem := _number_of_chunks(parallel, "tensor_parallel", "tp_chunks", "tensor parallelism does not run"):
+        return [problem]
+    if "tensor_parallel" not in parallel.overlap:
+        return []
+    if parallel.tp == 1:
+        return [Problem("parallel.overlap", "tensor_parallel: tp=1 exchanges no tokens", "use [], or parallel.tp of 2")]
+    shared = run.model.moe is not None and run.model.moe.shared_hidden_dim > 0
+    again = [name for name in run.memory.recompute if name != "experts" or shared]
+    rules = (
+        (
+            run.precision.tp_reduce == "fp8_all_to_all",
+            "precision.tp_reduce fp8_all_to_all scales the parts of a whole sum",
+            "precision.tp_reduce bfloat16 or null",
+        ),
+        *_unknown_with_chunks(run),
         (
             bool(again),
             f"memory.recompute {', '.join(again)} would send chunks once more that the first forward has sent",
@@ -81,41 +103,23 @@ def tp_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
             "memory.retain.mla_up keep",
         ),
     )
-    return [
-        Problem("parallel.overlap", f"tensor_parallel: {message}", f"use [], or {fix}")
-        for broken, message, fix in rules
-        if broken
-    ]
+    return _broken("tensor_parallel", rules)
 
 
 def ulysses_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
     """With parallel.overlap ulysses: some layers exchange heads, whole attention is one computation that nothing else
     looks into, and nothing is recomputed, for a chunk that was sent is not sent twice."""
     parallel, context, retained = run.parallel, run.parallel.context, run.memory.retained()
+    if problem := _number_of_chunks(parallel, "ulysses", "ulysses_chunks", "tokens are not exchanged for heads"):
+        return [problem]
     if "ulysses" not in parallel.overlap:
-        default = ParallelConfig().ulysses_chunks
-        if parallel.ulysses_chunks == default:
-            return []
-        message = f"is {parallel.ulysses_chunks}, but tokens are not exchanged for heads in chunks"
-        return [Problem("parallel.ulysses_chunks", message, f"use {default}, or parallel.overlap [ulysses]")]
-    if parallel.ulysses_chunks < 2:
-        message = f"is {parallel.ulysses_chunks}: with one chunk there is no other to be projected beside its exchange"
-        return [Problem("parallel.ulysses_chunks", message, "use 2 or more")]
+        return []
     if (parallel.cp == 1 and not parallel.dynamic_cp) or "all_to_all" not in (context.full, context.windowed):
         message = f"ulysses: no tokens are exchanged for heads with cp={parallel.cp} and context.full {context.full}"
         fix = "use [], or parallel.cp of 2 or more with parallel.context.full all_to_all"
         return [Problem("parallel.overlap", message, fix)]
     rules = (
-        (
-            run.precision.recipe is not None,
-            f"precision.recipe {run.precision.recipe} narrows rows together that chunks separate",
-            "precision.recipe null",
-        ),
-        (
-            run.kernels.graphs != "none",
-            f"kernels.graphs {run.kernels.graphs} was never tried with exchanges on another stream",
-            "kernels.graphs none",
-        ),
+        *_unknown_with_chunks(run),
         (
             "attention" in run.memory.recompute,
             "memory.recompute attention would send chunks once more that the first forward has sent",
@@ -135,11 +139,7 @@ def ulysses_chunks_have_matmuls_beside_them(run: RunConfig) -> list[Problem]:
             for step in ("core", "mla_up")
         ),
     )
-    return [
-        Problem("parallel.overlap", f"ulysses: {message}", f"use [], or {fix}")
-        for broken, message, fix in rules
-        if broken
-    ]
+    return _broken("ulysses", rules)
 
 
 def param_sync_has_levels(run: RunConfig) -> list[Problem]:
