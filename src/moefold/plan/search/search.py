@@ -135,7 +135,7 @@ def tighter(template: Workload, space: Space, result: Result) -> Candidate | Non
     starts = [looked.lightest(each.choice) for each in _fastest(result.ranked, _CLIMBERS)]
     found = min((each for each in starts if each is not None), key=lambda each: each.seconds, default=None)
     found = _climb(looked, found) if found is not None else None
-    return found if found is not None and found.seconds < (1 - _WORTH_TELLING) * result.preferred.seconds else None
+    return found if found is not None and found.seconds < (1 - _WORTH_TELLING) * result.best.seconds else None
 
 
 def coarse_best(template: Workload, space: Space, headroom: float) -> Candidate | None:
