@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -206,6 +207,17 @@ def test_every_fault_replaces_a_name_that_exists() -> None:
         return broken
 
     assert spawn_ranks(seed_all, 1, seconds=300) == [[]]
+
+
+def test_the_page_of_the_proof_counts_the_faults() -> None:
+    """docs/proof.md: how many there are, and how many of each file of `prove/faults`."""
+    page = (Path(__file__).parents[2] / "docs/proof.md").read_text("utf-8")
+    assert f"seeds {len(MUTANTS)} faults" in page
+    rows = re.findall(r"^\| (\d+) \| [^|]*`prove/faults/(\w+)\.py`", page, re.MULTILINE)
+    stated: Counter[str] = Counter()
+    for number, file in rows:
+        stated[file] += int(number)
+    assert stated == Counter(mutant.seed.__module__.rpartition(".")[2] for mutant in MUTANTS)
 
 
 def test_every_fault_is_seeded() -> None:
