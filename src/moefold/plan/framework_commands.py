@@ -7,10 +7,11 @@ a model that is none of these cannot be started by arguments.
 What a framework cannot be told is listed beside the command and left out of it. Megatron-LM is started on random tokens
 of its own, torchtitan on the data of its configuration; what the run does not say ($LR, $STEPS) is to be filled in.
 
-    Megatron-LM    the parser and `validate_args` of main, August 2026, which knows the arguments of 0.19
+    Megatron-LM    the parser and `validate_args` of main, August 2026 (0.20)
     torchtitan     0.3.0
 
-`python -m tests.framework_validators plans` gives the commands of 40 questions to those parsers.
+`python -m tests.framework_parsers commands` gives the commands of 40 questions to those parsers. A command for an older
+release (`megatron@0.16.1`) differs in its options of graphs only, and was given to no parser.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def fitted_source(
     variances = "".join(f'    "{name}": ({common:.4f}, {own:.4f}),\n' for name, (common, own) in anchors.items())
     return (
         f"{_HEAD}\nFITTED: dict[str, float] = {{\n{values}}}\n"
-        "# Measured over predicted step times: 80 % of runs lie between what runs of other leak groups give so.\n"
+        "# Measured over predicted step times: percentiles that hold 80 % of the runs of a leak group left out.\n"
         f"INTERVALS: dict[str, tuple[float, float]] = {{\n{ranges}}}\n"
         "# Variances of log(measured / predicted), what two runs have in common and what each has of its own: by kind\n"
         "# of model, who measured the anchor, and how near it is (`timing/anchoring.py`).\n"

@@ -52,7 +52,7 @@ FITTED: dict[str, float] = {
     "year": 0.08756,
     "step_ms": 11.14,
 }
-# Measured over predicted step times: 80 % of runs lie between what runs of other leak groups give so.
+# Measured over predicted step times: percentiles that hold 80 % of the runs of a leak group left out.
 INTERVALS: dict[str, tuple[float, float]] = {
     "dense": (0.833, 1.192),
     "moe": (0.852, 1.334),
