@@ -8,14 +8,20 @@ those that one call gets, so that gradients of experts differ by as much as narr
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from tests.marks import slow_except
+from tests.ranks.test_shared_beside import gradients_of, run_config
 
 import moefold
 from moefold.comm.process_groups import Groups
+from moefold.comm.spawn import spawn_ranks
+from moefold.config.loading import override
+from moefold.config.parallel import ParallelConfig
 from moefold.parallel import parallelize
 from moefold.parallel.maxima_over_ranks import over_axis
 from moefold.precision.amax import ReduceAmax
@@ -193,3 +199,32 @@ def test_an_amax_that_is_not_reduced_is_noticed(
     monkeypatch.setattr(parallelize, "over_axis", own)
     found = metrics(tmp_path, PER_TENSOR | TENSOR, 2, per_tensor.name)
     assert not are_close(found, per_tensor.metrics, 1e-6), found
+
+
+def calls_of_deferred_gradients(rank: int) -> tuple[int, int]:
+    """How many weight gradients were deferred in a step, and how many collectives computing them has called."""
+    recipe = {"precision.recipe": "fp8_tensor", "kernels.casts": "native", "data.seq_len": 32, "data.global_batch": 6}
+    run = override(run_config(ParallelConfig(tp=2, schedule="1f1b_overlapped")), recipe)
+    groups = parallelize.groups_of(run, 2, rank, timedelta(seconds=120))
+    local_model = parallelize.build_local_model(run, groups, torch.device("cpu"))
+    deferred, ledger, queue = 0, groups["tp"].ledger, local_model.weight_grads
+    assert queue is not None
+    run_one, calls = queue.run_one, 0
+
+    def counted() -> bool:
+        nonlocal deferred, calls
+        before = sum(each.calls for each in ledger.traffic.values())
+        found = run_one()
+        deferred += found
+        calls += sum(each.calls for each in ledger.traffic.values()) - before
+        return found
+
+    queue.run_one = counted  # type: ignore[method-assign]
+    gradients_of(local_model, 0)
+    return deferred, calls
+
+
+def test_deferred_weight_gradients_call_no_collective() -> None:
+    """They are computed whenever a rank waits, so a collective inside of one has another place on every rank."""
+    for deferred, calls in spawn_ranks(calls_of_deferred_gradients, 2):
+        assert deferred > 0 and calls == 0

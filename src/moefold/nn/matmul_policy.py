@@ -35,7 +35,7 @@ from moefold.nn.matmul_kernels import (
     grouped_kernels,
 )
 from moefold.ops.engines import load_engine
-from moefold.precision.operands import WIDE, Operands
+from moefold.precision.operands import WIDE, Operands, WgradAmaxes
 
 
 class MatmulPolicy(Protocol):
@@ -235,8 +235,8 @@ class _Linear(torch.autograd.Function):
         kept, weight, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.policy
         kernels: LinearKernels = policy.kernels
 
-        def weight_gradient() -> Tensor | None:
-            grad_in, x_in, _ = policy.operands.wgrad(grad, kept)
+        def weight_gradient(amaxes: WgradAmaxes) -> Tensor | None:
+            grad_in, x_in, _ = policy.operands.wgrad(grad, kept, amaxes)
             if not policy.adds_to(weight):
                 return kernels.weight_grad(grad_in, x_in).view(weight.shape)
             accumulate_weight_grad(weight, grad_in, x_in, kernels)
@@ -247,7 +247,7 @@ class _Linear(torch.autograd.Function):
             grad_in, weight_in = policy.operands.dgrad(grad, weight)
             dx = kernels.input_grad(grad_in, weight_in).to(grad.dtype)
             dx = dx.view(*grad.shape[:-1], dx.shape[-1])
-        return dx, _now_or_later(ctx, weight, weight_gradient), *[None] * 4
+        return dx, _now_or_later(ctx, weight, (grad, kept, None), weight_gradient), *[None] * 4
 
 
 class _Grouped(torch.autograd.Function):
@@ -273,8 +273,8 @@ class _Grouped(torch.autograd.Function):
         kernels: GroupedKernels = ctx.kernels
         grad = grad.contiguous()
 
-        def weight_gradient() -> Tensor | None:
-            grad_in, rows_in, padded = policy.operands.wgrad(grad, kept, host)
+        def weight_gradient(amaxes: WgradAmaxes) -> Tensor | None:
+            grad_in, rows_in, padded = policy.operands.wgrad(grad, kept, amaxes, host)
             gradient = kernels.weight_grad(grad_in, rows_in, None if padded == host else padded).view(weight.shape)
             if not policy.adds_to(weight):
                 return gradient
@@ -284,12 +284,20 @@ class _Grouped(torch.autograd.Function):
         drows = None
         if ctx.passes_on:
             drows = kernels.input_grad(*policy.operands.dgrad(grad, weight, host)).to(grad.dtype)
-        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
+        return drows, _now_or_later(ctx, weight, (grad, kept, host), weight_gradient), *[None] * 6
 
 
-def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:
+def _now_or_later(
+    ctx: Any,
+    weight: nn.Parameter,
+    read: tuple[Tensor, tuple[Tensor, ...], list[int] | None],
+    gradient_from: Callable[[WgradAmaxes], Tensor | None],
+) -> Tensor | None:
+    """``read``: what the weight gradient is computed from. Ranks compare amaxes of it now, also where it is deferred:
+    later they would do so at different places among their other collectives."""
     if not ctx.needs_input_grad[1]:
         return None
+    gradient = partial(gradient_from, ctx.policy.operands.wgrad_amaxes(*read))
     weight_grads: WeightGradQueue | None = ctx.policy.weight_grads
     # A clone's weight is no leaf: its gradient goes home through autograd, with this backward.
     if weight_grads is not None and weight_grads.active and weight.is_leaf:

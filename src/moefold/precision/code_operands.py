@@ -29,7 +29,7 @@ from moefold.ops.padded_runs import aligned, move_rows
 from moefold.precision.amax import Amaxes
 from moefold.precision.both_directions import rows_are_whole
 from moefold.precision.narrow_inputs import NarrowRows, codes_of_rows
-from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights, Quantizers
+from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights, Quantizers, WgradAmaxes
 from moefold.precision.quantize import Quantized
 
 
@@ -75,18 +75,24 @@ class CodeOperands(NarrowOperands):
             grad_in = _cut(row, rows_per_expert, grad.dtype)
         return grad_in, self._matrices(weight, self.casts.w_dgrad, True, rows_per_expert is not None)
 
-    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+    def wgrad(
+        self,
+        grad: Tensor,
+        kept: tuple[Tensor, ...],
+        amaxes: WgradAmaxes,
+        rows_per_expert: list[int] | None = None,
+    ) -> GradOperands:
         dy, x = _narrowed(self.casts.dy_wgrad), _narrowed(self.casts.x_wgrad)
         grad_TY = grad.flatten(0, -2)
         rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
         padded = aligned(rows, self.align)
         made = self._grad_copies.take(grad, dy)
         if made is None:
-            grad_in = self._columns(move_rows(grad_TY, rows, padded), dy, padded, "dy")
+            grad_in = self._columns(move_rows(grad_TY, rows, padded), dy, padded, amaxes.grad)
         else:
             grad_in = RowCodes(split_columns(made, padded), made, torch.float32)
         if self.inputs is None:
-            x_in = self._columns(move_rows(kept[0].flatten(0, -2), rows, padded), x, padded, "x")
+            x_in = self._columns(move_rows(kept[0].flatten(0, -2), rows, padded), x, padded, amaxes.x)
         else:
             x_in = RowCodes(codes_of_rows(NarrowRows(*kept), x, rows, padded), None, torch.float32)
         return GradOperands(grad_in, x_in, None if rows_per_expert is None else padded)  # type: ignore[arg-type]
@@ -98,23 +104,24 @@ class CodeOperands(NarrowOperands):
         if not cast.scales_whole_matrix:
             return _cut(self.quantizers.quantize(rows_TX, cast, seed=self.seed), segments, dtype)
         if segments is None or cast.delayed:
-            return _cut(self._matrix_codes([rows_TX], cast, operand)[0], segments, dtype)
-        return RowCodes(self._matrix_codes(rows_TX.split(segments), cast, operand), None, dtype)
+            amaxes = self._amaxes_of([rows_TX], cast, operand)
+            return _cut(self._matrix_codes([rows_TX], cast, amaxes)[0], segments, dtype)
+        parts = rows_TX.split(segments)
+        return RowCodes(self._matrix_codes(parts, cast, self._amaxes_of(parts, cast, operand)), None, dtype)
 
-    def _columns(self, rows_TX: Tensor, cast: Cast, segments: list[int], operand: Operand) -> RowCodes:
+    def _columns(self, rows_TX: Tensor, cast: Cast, segments: list[int], amaxes: Tensor | None) -> RowCodes:
         """Blocks along tokens: codes of the transpose."""
         blocks = cast.block is not None and cast.block[1] != 0
         one = cast.delayed or len(segments) == 1 or (blocks and rows_are_whole(cast, segments, self.align))
         parts = [rows_TX.t()] if one else [part.t() for part in rows_TX.split(segments)]
         if cast.scales_whole_matrix:
-            codes = self._matrix_codes(parts, cast, operand)
+            codes = self._matrix_codes(parts, cast, amaxes)
         else:
             codes = [self.quantizers.quantize(part, cast, seed=self.seed) for part in parts]
         each, whole = (split_columns(codes[0], segments), codes[0]) if one else (codes, None)
         return RowCodes(each, whole, torch.float32)
 
-    def _matrix_codes(self, matrices: Sequence[Tensor], cast: Cast, operand: Operand) -> list[Quantized]:
-        amaxes = self._amaxes_of(matrices, cast, operand)
+    def _matrix_codes(self, matrices: Sequence[Tensor], cast: Cast, amaxes: Tensor | None) -> list[Quantized]:
         given = [None] * len(matrices) if amaxes is None else amaxes.unbind()
         pairs = zip(matrices, given, strict=True)
         return [self.quantizers.quantize(matrix, cast, seed=self.seed, amax=amax) for matrix, amax in pairs]

@@ -40,6 +40,13 @@ class GradOperands(NamedTuple):
     rows_per_expert: list[int] | None
 
 
+class WgradAmaxes(NamedTuple):
+    """Of dY and X, one per matrix; None: each matrix its own."""
+
+    grad: Tensor | None = None
+    x: Tensor | None = None
+
+
 class Operands(Protocol):
     """``rows_per_expert``: of rows sorted by expert, where a scale may be that of an expert's rows; None otherwise."""
 
@@ -55,7 +62,20 @@ class Operands(Protocol):
         """What is saved of X in the forward pass for ``wgrad``."""
         ...
 
-    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+    def wgrad_amaxes(
+        self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None
+    ) -> WgradAmaxes:
+        """What ``wgrad`` needs to know of other ranks. To be called in the backward pass itself, where all ranks are at
+        the same place: a weight gradient that is deferred is computed whenever its rank has time."""
+        ...
+
+    def wgrad(
+        self,
+        grad: Tensor,
+        kept: tuple[Tensor, ...],
+        amaxes: WgradAmaxes,
+        rows_per_expert: list[int] | None = None,
+    ) -> GradOperands:
         """dY and X of dW = dY^T X, X from what was kept of it; of rows sorted by expert, per expert."""
         ...
 
@@ -70,7 +90,18 @@ class WideOperands:
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
         return (x,)
 
-    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+    def wgrad_amaxes(
+        self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None
+    ) -> WgradAmaxes:
+        return WgradAmaxes()
+
+    def wgrad(
+        self,
+        grad: Tensor,
+        kept: tuple[Tensor, ...],
+        amaxes: WgradAmaxes,
+        rows_per_expert: list[int] | None = None,
+    ) -> GradOperands:
         return GradOperands(grad, kept[0], rows_per_expert)
 
 
@@ -162,7 +193,23 @@ class NarrowOperands:
             both = None if requantize is None else partial(_and_columnwise, made, cast, requantize)
         return self.inputs.keep(x, cast, rows, self.quantizers.quantize, both)
 
-    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+    def wgrad_amaxes(
+        self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None
+    ) -> WgradAmaxes:
+        of_grad = self._amaxes_along_tokens(grad, self.casts.dy_wgrad, rows_per_expert, "dy")
+        # What was kept narrow has its scales.
+        of_x = None
+        if self.inputs is None:
+            of_x = self._amaxes_along_tokens(kept[0], self.casts.x_wgrad, rows_per_expert, "x")
+        return WgradAmaxes(of_grad, of_x)
+
+    def wgrad(
+        self,
+        grad: Tensor,
+        kept: tuple[Tensor, ...],
+        amaxes: WgradAmaxes,
+        rows_per_expert: list[int] | None = None,
+    ) -> GradOperands:
         """Padded with rows of zeros to the recipe's alignment, per expert: a block that is partly zeros has the scale
         of its other values."""
         grad_TY = grad.flatten(0, -2)
@@ -170,12 +217,12 @@ class NarrowOperands:
         padded = aligned(rows, self.align)
         made = self._grad_copies.take(grad, self.casts.dy_wgrad)
         if made is None:
-            grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
+            grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, amaxes.grad)
         else:
             grad_in = self.quantizers.dequantize(made).t()
         if self.inputs is None or self.casts.x_wgrad is None:
             x_TX = move_rows(kept[0].flatten(0, -2), rows, padded)
-            x_in = self._along_tokens(x_TX, self.casts.x_wgrad, padded, "x")
+            x_in = self._along_tokens(x_TX, self.casts.x_wgrad, padded, amaxes.x)
         else:
             x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
         wide = _sums_in(grad)
@@ -214,16 +261,26 @@ class NarrowOperands:
             return along_features(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
         return torch.cat(self._narrow(parts, cast, amaxes))
 
-    def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int], operand: Operand) -> Tensor:
-        """Delayed scales are those of the rows of all experts."""
+    def _along_tokens(
+        self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int], amaxes: Tensor | None
+    ) -> Tensor:
         if cast is None:
             return rows_TX
-        segments = [len(rows_TX)] if cast.delayed else segments
-        parts = [part.t() for part in rows_TX.split(list(segments))]
-        amaxes = self._amaxes_of(parts, cast, operand)
+        segments = _scaled_together(rows_TX, cast, segments)
         if amaxes is None:
             return along_tokens(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
+        parts = [part.t() for part in rows_TX.split(list(segments))]
         return torch.cat([part.t() for part in self._narrow(parts, cast, amaxes)])
+
+    def _amaxes_along_tokens(
+        self, rows: Tensor, cast: Cast | None, rows_per_expert: list[int] | None, operand: Operand
+    ) -> Tensor | None:
+        """Of rows as they are: those of zeros that pad them have no larger number."""
+        if cast is None:
+            return None
+        rows_TX = rows.flatten(0, -2)
+        segments = _scaled_together(rows_TX, cast, rows_per_expert)
+        return self._amaxes_of([part.t() for part in rows_TX.split(segments)], cast, operand)
 
     def _amaxes_of(self, matrices: Sequence[Tensor], cast: Cast, operand: Operand) -> Tensor | None:
         """Where ranks hold parts of matrices, they agree on the amaxes of all in one message; None: each its own."""
@@ -237,6 +294,11 @@ class NarrowOperands:
 
     def _weight(self, weight: Tensor, cast: Cast | None, transposed: bool) -> Tensor:
         return self.weights.narrow(weight, cast, transposed, self.quantizers, self.amaxes)
+
+
+def _scaled_together(rows_TX: Tensor, cast: Cast, segments: Sequence[int] | None) -> list[int]:
+    """Delayed scales are those of the rows of all experts."""
+    return [len(rows_TX)] if segments is None or cast.delayed else list(segments)
 
 
 def _and_columnwise(row: Quantized, column: Cast, requantize: Callable[[Quantized, Cast], Quantized]) -> BothWays:
