@@ -4,27 +4,35 @@ A table is data: each row has the published figure and what changes in the workl
 switch (a kernel that was fused, a process that was bound to its cores), the row says so. So two things can be read: how
 well single steps are predicted, and what the planner cannot see.
 
+Tables 3, 4, 5 and 20 of the Megatron Core report have bytes as well, and runs that differ in more than one thing. A
+step of all tables together is a published change for which there is a prediction; ``signs`` says of each whether it
+goes the way that was measured.
+
     python -m benchmarks.optimization_tables          writes the tables into docs/walls.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from benchmarks.report_runs import GIB, PROBS_INSIDE, TABLE_3, TABLE_3_RANK, TABLE_5, TABLE_20, Sections, both
 from moefold.blueprint.model_shape import Attention, Layer, ModelShape, MoE
 from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
+from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.predict import predict
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed, in_format
 from moefold.recipes.catalog import RECIPES
+from moefold.tables import markdown_table
 
-Change = Callable[[Workload], Workload]
+Switch = Callable[[Workload], Workload]
 PAGE = Path(__file__).parent.parent / "docs" / "walls.md"
 BEGIN, END = "<!-- optimisation tables: begin -->", "<!-- optimisation tables: end -->"
 
@@ -34,7 +42,7 @@ class Row(NamedTuple):
 
     name: str
     published: float
-    change: Change | None
+    change: Switch | None
 
 
 class Table(NamedTuple):
@@ -55,7 +63,7 @@ def _same(workload: Workload) -> Workload:
     return workload
 
 
-def _with(**sections: dict[str, Any]) -> Change:
+def _with(**sections: dict[str, Any]) -> Switch:
     return lambda workload: changed(workload, **sections)
 
 
@@ -64,7 +72,7 @@ def _graphs(workload: Workload) -> Workload:
     return changed(workload, kernels={"graphs": "partial", "graph_scope": scope})
 
 
-def _then(first: Change, second: Change) -> Change:
+def _then(first: Switch, second: Switch) -> Switch:
     return lambda workload: second(first(workload))
 
 
@@ -156,6 +164,110 @@ FOLDING = Table(
 
 TABLES = (GB200, MEGASCALE, FOLDING)
 
+# ---- the Megatron Core report: bytes of its tables 3 and 4, and of the sections beside them ----
+
+
+class Bytes(NamedTuple):
+    """GiB that the report prints, and those predicted; negative where something is saved."""
+
+    name: str
+    published: float
+    predicted: float
+
+
+def levels() -> list[Bytes]:
+    """Table 3: what a rank holds."""
+    memory = memory_at(TABLE_3, TABLE_3_RANK)
+    weights = memory.of("weights") + memory.of("gradients")
+    return [
+        Bytes("weights and gradients", 36.4, weights / GIB),
+        Bytes("main weights and optimizer states", 32.1, memory.of("optimizer") / GIB),
+        Bytes("activations", 131.0, memory.of("activations") / GIB),
+        Bytes("total", 199.5, (weights + memory.of("optimizer") + memory.of("activations")) / GIB),
+    ]
+
+
+def savings() -> list[Bytes]:
+    """Table 4 and sections 4.1.2, 4.1.3 and 4.1.6: what a change makes of activations, or of optimizer states."""
+    inside: Sections = PROBS_INSIDE
+    narrow: Sections = {"precision": {"recipe": "fp8_tensor"}}
+    fp8 = changed(TABLE_3, **both(inside, narrow))
+    cases: list[tuple[str, float, Workload, Sections]] = [
+        ("memory-efficient permutation (4.1.2)", -26.3, TABLE_3, inside),
+        ("FP8 activations (4.1.3)", -16.0, TABLE_3, narrow),
+        ("MLA's up-projections recomputed (table 4)", -30.4, fp8, {"memory": {"recompute": ("mla_up",)}}),
+        ("SwiGLU recomputed (table 4)", -3.8, fp8, {"memory": {"recompute": ("activation",)}}),
+        ("norms recomputed (table 4)", -8.2, fp8, {"memory": {"recompute": ("norms",)}}),
+        ("bfloat16 moments (4.1.6: 10 to 12)", -11.0, TABLE_3, {"precision": {"moments": "bfloat16"}}),
+    ]
+    found = []
+    for name, published, before, change in cases:
+        line: Literal["optimizer", "activations"] = "optimizer" if "moments" in name else "activations"
+        held = [memory_at(each, TABLE_3_RANK).of(line) for each in (before, changed(before, **change))]
+        found.append(Bytes(name, published, (held[1] - held[0]) / GIB))
+    return found
+
+
+class Change(NamedTuple):
+    """A published change and the predicted one, as factors less 1."""
+
+    name: str
+    published: float
+    predicted: float
+
+
+# Memory in GB and TFLOPS/GPU, before and after.
+_OFFLOADING = ((169, 151, 945, 930), (172, 175, 800, 920))
+
+
+def offloading() -> list[Change]:
+    """Table 5."""
+    found = []
+    for (name, (before, after)), figures in zip(TABLE_5.items(), _OFFLOADING, strict=True):
+        memory = predict_memory(after).total / predict_memory(before).total
+        found.append(Change(f"{name}: memory", figures[1] / figures[0] - 1, memory - 1))
+        speed = predict(after).tflops_per_gpu / predict(before).tflops_per_gpu
+        found.append(Change(f"{name}: throughput", figures[3] / figures[2] - 1, speed - 1))
+    return found
+
+
+def runs() -> list[Change]:
+    """Table 20: of one model, each row over the next. Qwen's last one has sequences of a length of its own."""
+    found = []
+    for first, second in pairwise(TABLE_20):
+        if first.model != second.model or first.batch[0] != second.batch[0]:
+            continue
+        model, *names = first.model, *(f"{each.gpus} {each.gpu}, {each.form}" for each in (first, second))
+        predicted = predict(first.workload()).tflops_per_gpu / predict(second.workload()).tflops_per_gpu
+        name = f"{model}: {' over '.join(names)}"
+        found.append(Change(name, first.tflops / second.tflops - 1, predicted - 1))
+    return found
+
+
+def _report() -> list[str]:
+    level_rows = [(each.name, f"{each.published:.1f}", f"{each.predicted:.1f}") for each in levels()]
+    byte_rows = [(each.name, f"{each.published:+.1f}", f"{each.predicted:+.1f}") for each in savings()]
+    changes = [(each.name, f"{each.published:+.1%}", f"{each.predicted:+.1%}") for each in (*offloading(), *runs())]
+    return [
+        "**DeepSeek-V3, BF16, pp4 vpp4 ep64 on 256 GPUs (Megatron Core report, tables 3 and 4)**, GiB of a rank:",
+        markdown_table(("memory", "published", "predicted"), level_rows),
+        markdown_table(("change", "published", "predicted"), byte_rows),
+        "**Offloading and layouts (Megatron Core report, tables 5 and 20)**, change of memory or of TFLOPS/GPU:",
+        markdown_table(("step", "published", "predicted"), changes),
+    ]
+
+
+def signs() -> Iterator[tuple[str, bool]]:
+    """Of every step that there is a prediction of: whether it goes the way that was measured."""
+    for table in TABLES:
+        for before, after in pairwise(predictions(table)):
+            if after.row.change is not None:
+                published = after.row.published > before.row.published
+                yield after.row.name, (after.throughput > before.throughput) == published
+    changes: list[Bytes | Change] = [*savings(), *offloading(), *runs()]
+    for each in changes:
+        yield each.name, round(each.published, 3) * round(each.predicted, 3) > 0
+
 
 def predictions(table: Table) -> list[Predicted]:
     workload, found = table.start, []
@@ -197,7 +309,10 @@ def _gain(factor: float) -> str:
 
 
 def section() -> str:
-    return "\n\n".join([BEGIN, *map(as_markdown, TABLES), END])
+    found = list(signs())
+    right, wrong = sum(is_right for _, is_right in found), [name for name, is_right in found if not is_right]
+    count = f"Of {len(found)} steps with a prediction {right} go the way that was measured; not: {'; '.join(wrong)}."
+    return "\n\n".join([BEGIN, *map(as_markdown, TABLES), *_report(), count, END])
 
 
 def main() -> None:

@@ -6,7 +6,19 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.optimization_tables import FOLDING, GB200, MEGASCALE, PAGE, TABLES, Table, predictions, section
+from benchmarks.optimization_tables import (
+    FOLDING,
+    GB200,
+    MEGASCALE,
+    PAGE,
+    TABLES,
+    Table,
+    levels,
+    predictions,
+    savings,
+    section,
+    signs,
+)
 
 
 def test_the_page_has_the_tables_of_today() -> None:
@@ -21,7 +33,27 @@ def test_every_step_is_predicted_to_help_or_cannot_be_seen(table: Table) -> None
             assert after.throughput >= before.throughput
 
 
+def test_nine_of_ten_steps_go_the_way_that_was_measured() -> None:
+    found = dict(signs())
+    assert len(found) == 25 and sum(found.values()) >= 0.9 * len(found), [name for name in found if not found[name]]
+
+
+def test_bytes_of_the_report() -> None:
+    for each in levels():
+        assert each.predicted == pytest.approx(each.published, rel=0.01), each.name
+    for each in savings():
+        assert each.predicted == pytest.approx(each.published, rel=0.03 if "FP8" not in each.name else 0.3), each.name
+
+
 def test_what_the_page_says_of_single_tables() -> None:
+    deepep = [each.throughput for each in predictions(GB200) if each.row.name in ("DeepEP", "HybridEP")]
+    router = predictions(GB200)[2].throughput
+    others = predictions(GB200)[5].throughput / predictions(GB200)[3].throughput
+    assert round(100 * (deepep[0] / router * deepep[1] / (deepep[0] * others) - 1)) == 25
+    published = {row.name: row.published for row in GB200.rows}
+    alone = published["DeepEP"] / published["router fused"]
+    hybrid = published["HybridEP"] / published["CUDA graphs of the shared expert"]
+    assert round(100 * (alone * hybrid - 1)) == 19
     last = predictions(GB200)[-1]
     assert last.throughput == pytest.approx(last.row.published, rel=0.02)
     unseen = sum(row.published - before.published for before, row in pairwise(GB200.rows) if row.change is None)

@@ -9,9 +9,10 @@ from itertools import accumulate
 
 import pytest
 
+from benchmarks.report_runs import GIB, PROBS_INSIDE, TABLE_3, TABLE_3_RANK
 from moefold.blueprint.model_shape import Attention, Layer, MoE, shape_of
 from moefold.blueprint.stages import balanced_stages
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.memory import Recomputed
 from moefold.config.model import ModelConfig
@@ -32,40 +33,13 @@ from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.simulate import peak_live
 
-GIB = 2**30
 MLA = Attention(heads=128, kv_heads=128, qk_dim=192, v_dim=128, q_latent=1536, kv_latent=512, rope_dim=64)
 MOE_LAYER = Layer(MLA, MoE(256, 8, 2048, 2048))
-DEEPSEEK_V3 = ModelConfig(
-    vocab_size=129280,
-    dim=7168,
-    num_layers=61,
-    attention=MLAConfig("mla", 128, 1536, 512, 128, 64, 128),
-    moe=MoEConfig(256, 8, 2048, shared_hidden_dim=2048, weight_at="output"),
-    num_dense_layers=3,
-    dense_hidden_dim=18432,
-    num_mtp=1,
-)
-# Table 3: PP4 x VPP4 x EP64 on 256 GPUs. Probs are applied after the experts there; section 4.1.2 moves them.
-TABLE_3 = Workload(
-    RunConfig(
-        model=DEEPSEEK_V3,
-        parallel=ParallelConfig(
-            pp=4, vpp=4, ep=64, schedule="interleaved", stages="Et*4|(t*4|)*14tmL", sharding="zero1"
-        ),
-        precision=MEGATRON_PRECISION,
-        data=DataConfig(4096, 64 * 64),
-    ),
-    cluster_of("H100", 256),
-    Framework("megatron"),
-)
-INSIDE = {"moe": MoEConfig(256, 8, 2048, shared_hidden_dim=2048)}
 FP8 = {"recipe": "fp8_tensor"}
-# The table's "GB" are 2**30 bytes, and its rank is the third: 16 MoE layers, of which 60 in live microbatches.
-RANK = 2
 
 
 def at_rank(workload: Workload) -> MemoryPrediction:
-    return memory_at(workload, RANK)
+    return memory_at(workload, TABLE_3_RANK)
 
 
 def saved_by(workload: Workload, **sections: dict[str, object]) -> float:
@@ -81,14 +55,14 @@ def test_table_3_of_the_report() -> None:
 
 
 def test_memory_efficient_permutation_saves_what_the_report_says() -> None:
-    assert saved_by(TABLE_3, model=INSIDE) == pytest.approx(26.3, rel=0.01)
+    assert saved_by(TABLE_3, **PROBS_INSIDE) == pytest.approx(26.3, rel=0.01)
 
 
 # In BF16 the activation would save twice 3.8; in FP8, where operands have one byte and each matrix keeps its own, all
 # three figures come out. So that is what the report's Table 4 was measured in.
 @pytest.mark.parametrize(("kind", "reported"), [("mla_up", 30.4), ("activation", 3.8), ("norms", 8.2)])
 def test_table_4_of_the_report(kind: Recomputed, reported: float) -> None:
-    fp8 = changed(TABLE_3, model=INSIDE, precision=FP8)
+    fp8 = changed(TABLE_3, **PROBS_INSIDE, precision=FP8)
     assert saved_by(fp8, memory={"recompute": (kind,)}) == pytest.approx(reported, rel=0.02)
 
 
@@ -154,7 +128,7 @@ def test_deferred_weight_gradients_are_counted_apart() -> None:
 
 def test_early_stages_pile_up_higher() -> None:
     """The report's case: rank 2 of 4 holds 15 stages, 8 and 7 microbatches of its first two at the fullest."""
-    assert (8, 7, 0, 0) in moments("interleaved", 4, 4, 64)[RANK]
+    assert (8, 7, 0, 0) in moments("interleaved", 4, 4, 64)[TABLE_3_RANK]
 
 
 # ---- sharding ----

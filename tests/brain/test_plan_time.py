@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.report_runs import DEEP, HYBRID, TABLE_20, Sections, both, job
 from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
-from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.op_costs import head_of, sizes_of
@@ -22,9 +22,7 @@ from moefold.plan.timing.step_timeline import step_timeline
 from moefold.plan.timing.throughput import conversion_passes, ring
 from moefold.plan.traffic import Reach
 from moefold.plan.workload import (
-    MEGATRON_PRECISION,
     Framework,
-    PlannedFormat,
     Workload,
     changed,
     in_format,
@@ -34,65 +32,19 @@ from moefold.recipes.catalog import RECIPES
 from moefold.schedule.layer_operations import STEPS, simulate_order
 from moefold.schedule.layer_orders import layer_order
 
-Sections = dict[str, dict[str, object]]
-
-
-def _job(
-    model: str, gpu: str, gpus: int, form: PlannedFormat, batch: tuple[int, int, int], how: Sections, **degrees: int
-) -> Workload:
-    """batch: tokens per sequence, sequences per microbatch, sequences per step. how: keys of the run, by section."""
-    config = RECIPES[model]().model
-    run = RunConfig(
-        model=replace(config, num_mtp=1) if model == "deepseek_v3" else config,
-        parallel=ParallelConfig(
-            schedule="interleaved" if degrees.get("vpp", 1) > 1 else "1f1b", sharding="zero1", **degrees
-        ),
-        precision=in_format(MEGATRON_PRECISION, form),
-        data=DataConfig(batch[0], batch[2], batch[1]),
-    )
-    framework = Framework("megatron", **how.get("framework", {}))
-    keys = {section: keys for section, keys in how.items() if section != "framework"}
-    return changed(Workload(run, cluster_of(gpu, gpus), framework), **keys)
-
-
-def _both(one: Sections, other: Sections) -> Sections:
-    return {section: {**one.get(section, {}), **other.get(section, {})} for section in {**one, **other}}
-
-
-DATED: Sections = {"framework": {"date": 2026.2}}
-GRAPHED: Sections = {
-    "kernels": {"graphs": "partial", "graph_scope": ("attn", "moe_router", "moe_preprocess")},
-}
-HYBRID = _both(_both(DATED, GRAPHED), {"parallel": {"dispatcher": "hybridep"}})
-PAIRED = _both(HYBRID, {"parallel": {"overlap": ("ep",)}})
-DEEP = _both(DATED, {"parallel": {"dispatcher": "deepep", "overlap": ("ep",)}})
-QWEN = "qwen3_235b_a22b"
-# Table 20 of the Megatron Core report: the layout, and TFLOP/s per GPU.
-TABLE_20 = [
-    ("deepseek_v3", "GB300", 256, "mxfp8", (4096, 1, 8192), PAIRED, dict(pp=4, ep=64, vpp=4), 1233),
-    ("deepseek_v3", "GB200", 256, "mxfp8", (4096, 1, 8192), HYBRID, dict(pp=4, ep=64, vpp=4), 1048),
-    ("deepseek_v3", "GB200", 256, "bfloat16", (4096, 1, 4096), HYBRID, dict(pp=8, ep=32, vpp=4), 857),
-    ("deepseek_v3", "H100", 1024, "fp8_blockwise", (4096, 1, 8192), DEEP, dict(tp=2, pp=4, ep=64, vpp=4), 368),
-    (QWEN, "GB300", 256, "mxfp8", (4096, 2, 3072), HYBRID, dict(pp=4, ep=64, vpp=6), 974),
-    (QWEN, "GB200", 256, "mxfp8", (4096, 3, 3072), PAIRED, dict(pp=4, ep=64, vpp=6), 919),
-    (QWEN, "GB200", 256, "bfloat16", (4096, 1, 8192), PAIRED, dict(pp=4, ep=32, vpp=12), 750),
-    (QWEN, "H100", 256, "bfloat16", (4096, 1, 2048), _both(DEEP, GRAPHED), dict(tp=2, pp=8, ep=32, vpp=4), 320),
-    (QWEN, "GB300", 128, "mxfp8", (131072, 1, 1024), HYBRID, dict(tp=4, pp=4, cp=4, ep=32, vpp=12), 1150),
-]
-
 
 @pytest.mark.parametrize("row", TABLE_20, ids=lambda row: f"{row[0]} {row[1]} {row[3]} {row[4][0]}")
 def test_layouts_of_the_megatron_report(row: tuple) -> None:
     """Some of them are among those the constants were fitted to; docs/planner-error.md has held-out figures."""
     model, gpu, gpus, form, batch, how, degrees, measured = row
-    found = predict(_job(model, gpu, gpus, form, batch, how, **degrees)).tflops_per_gpu
+    found = predict(job(model, gpu, gpus, form, batch, how, **degrees)).tflops_per_gpu
     assert 0.75 < found / measured < 1.3
 
 
 def test_the_reports_layouts_on_average() -> None:
     errors = []
     for model, gpu, gpus, form, batch, how, degrees, measured in TABLE_20:
-        found = predict(_job(model, gpu, gpus, form, batch, how, **degrees)).tflops_per_gpu
+        found = predict(job(model, gpu, gpus, form, batch, how, **degrees)).tflops_per_gpu
         errors.append(abs(measured / found - 1))
     assert sum(errors) / len(errors) < 0.1
 
@@ -102,24 +54,24 @@ def test_the_wall_is_named() -> None:
     lean = {"gradients": "bfloat16", "moments": "bfloat16"}
     recomputed = ("mla_up", "feed_forward", "experts", "norms")
     plain: Sections = {"framework": {"date": 2026.0}, "memory": {"recompute": recomputed}, "precision": lean}
-    h100 = _job("deepseek_v3", "H100", 1024, "bfloat16", (4096, 1, 8192), plain, tp=2, pp=8, ep=64)
+    h100 = job("deepseek_v3", "H100", 1024, "bfloat16", (4096, 1, 8192), plain, tp=2, pp=8, ep=64)
     assert predict(h100).wall == "communication"
-    light = _both(HYBRID, {"memory": {"recompute": ("feed_forward", "mla_up")}})
-    narrow = _both(light, {"precision": {**lean, "params": "float8"}})
-    gb200 = _job("deepseek_v3", "GB200", 256, "mxfp8", (4096, 1, 8192), narrow, pp=4, ep=64, vpp=4)
+    light = both(HYBRID, {"memory": {"recompute": ("feed_forward", "mla_up")}})
+    narrow = both(light, {"precision": {**lean, "params": "float8"}})
+    gb200 = job("deepseek_v3", "GB200", 256, "mxfp8", (4096, 1, 8192), narrow, pp=4, ep=64, vpp=4)
     assert predict(gb200).wall in ("compute", "host")
     table_3: Sections = {"parallel": {"dispatcher": "deepep"}}
-    full = _job("deepseek_v3", "H100", 256, "bfloat16", (4096, 1, 8192), table_3, pp=4, ep=64, vpp=4)
+    full = job("deepseek_v3", "H100", 256, "bfloat16", (4096, 1, 8192), table_3, pp=4, ep=64, vpp=4)
     assert predict(full).wall == "memory"
 
 
 def _mixtral() -> Workload:
-    return _job("mixtral_8x22b", "H100", 64, "bfloat16", (4096, 1, 256), {}, tp=2, pp=4, ep=8)
+    return job("mixtral_8x22b", "H100", 64, "bfloat16", (4096, 1, 256), {}, tp=2, pp=4, ep=8)
 
 
 def test_lines_add_up_to_the_step() -> None:
     for row in TABLE_20:
-        time = predict_time(_job(*row[:6], **row[6]))
+        time = predict_time(job(*row[:6], **row[6]))
         assert sum(line.seconds - line.hidden for line in time.lines) == pytest.approx(time.step_seconds)
         assert time.low < time.step_seconds < time.high
 
@@ -178,7 +130,7 @@ def test_passes_to_convert_follow_from_casts() -> None:
 
 def test_a_matmul_that_stays_wide_costs_what_it_does_in_a_wide_run() -> None:
     """The head's time in a narrow run, at nominal rates, is that of bfloat16."""
-    base = _job("deepseek_v3", "GB300", 256, "bfloat16", (4096, 1, 8192), HYBRID, pp=4, ep=64, vpp=4)
+    base = job("deepseek_v3", "GB300", 256, "bfloat16", (4096, 1, 8192), HYBRID, pp=4, ep=64, vpp=4)
     seconds = []
     for form in ("bfloat16", "mxfp8", "nvfp4"):
         workload = replace(base, run=replace(base.run, precision=in_format(base.run.precision, form)))
@@ -189,7 +141,7 @@ def test_a_matmul_that_stays_wide_costs_what_it_does_in_a_wide_run() -> None:
 
 @pytest.mark.parametrize("gpus", [16, 64])
 def test_a_shared_expert_beside_the_exchanges_hides_at_most_what_it_computes(gpus: int) -> None:
-    plain = _job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
+    plain = job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
     beside = changed(plain, parallel={"overlap": ("shared_experts",)})
     one, two = predict_time(plain), predict_time(beside)
     assert two.step_seconds < one.step_seconds
@@ -236,7 +188,7 @@ def test_what_tensor_parallelism_hides_is_there_in_two_streams(exchange: float, 
 
 
 def test_tensor_parallelism_in_chunks_makes_a_step_shorter() -> None:
-    plain = _job("deepseek_v2_lite", "H100", 16, "bfloat16", (4096, 1, 64), {}, tp=2, ep=8)
+    plain = job("deepseek_v2_lite", "H100", 16, "bfloat16", (4096, 1, 64), {}, tp=2, ep=8)
     plain = replace(plain, framework=Framework("moefold"))
     beside = (changed(plain, parallel={"overlap": ("tensor_parallel",), "tp_chunks": chunks}) for chunks in (2, 4))
     steps = [predict_time(workload).step_seconds for workload in (plain, *beside)]
@@ -245,7 +197,7 @@ def test_tensor_parallelism_in_chunks_makes_a_step_shorter() -> None:
 
 @pytest.mark.parametrize("gpus", [16, 64])
 def test_chunks_make_a_step_shorter(gpus: int) -> None:
-    plain = _job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
+    plain = job("deepseek_v2_lite", "H100", gpus, "bfloat16", (4096, 1, 4 * gpus), {}, ep=8)
     steps = [predict_time(changed(plain, parallel={"exchange_chunks": chunks})).step_seconds for chunks in (1, 2, 4)]
     both = changed(plain, parallel={"exchange_chunks": 4, "overlap": ("shared_experts",)})
     assert steps[0] > steps[1] > steps[2] > predict_time(both).step_seconds
@@ -286,7 +238,7 @@ def test_four_steps_of_parameter_synchronisation_are_a_pipeline_over_two_links()
 
 def test_a_budget_of_sms_is_compute_against_bandwidth() -> None:
     """DeepEP's default is the prediction without the key; more SMs take compute for nothing; fewer slow exchanges."""
-    plain = _job("deepseek_v3", "H100", 1024, "fp8_blockwise", (4096, 1, 8192), DEEP, pp=8, ep=64)
+    plain = job("deepseek_v3", "H100", 1024, "fp8_blockwise", (4096, 1, 8192), DEEP, pp=8, ep=64)
 
     def at(sms: int | None) -> tuple[float, float, float]:
         time = step_time(changed(plain, parallel={"dispatch_sms": sms}))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.brain.test_plan_memory import GIB, TABLE_3, at_rank
-from tests.brain.test_plan_time import DATED, DEEP, GRAPHED, HYBRID, TABLE_20, Sections, _both, _job
+from tests.brain.test_plan_memory import at_rank
 
+from benchmarks.report_runs import DATED, DEEP, GIB, GRAPHED, HYBRID, TABLE_3, TABLE_20, Sections, both, job
 from moefold.config.precision_recipes import NarrowRecipe
 from moefold.plan.predict import predict
 from moefold.plan.workload import PlannedFormat, Workload, changed
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- papers beside predictions: begin -->\n", "<!-- end -->\n"
 # The guide's run: TP1 PP8 VPP4 EP32, 2048 sequences, on 256 GB200.
 GUIDE = (4096, 1, 2048), dict(pp=8, ep=32, vpp=4)
 BASELINE: Sections = {"framework": {"date": 2025.6}, "memory": {"recompute": ("feed_forward", "mla_up")}}
-LAST = _both(HYBRID, {"framework": {"date": 2025.9}, "memory": {"recompute": ("feed_forward",)}})
+LAST = both(HYBRID, {"framework": {"date": 2025.9}, "memory": {"recompute": ("feed_forward",)}})
 # Section 4.1.3: 16 of 131 GB in FP8, by halving 32 GB of inputs. Table 8: a quarter of these is left in FP4.
 ELIGIBLE = 32.0
 RECIPES: dict[NarrowRecipe, float] = {"fp8_tensor": 0.5, "fp8_blockwise": 0.5, "mxfp8": 0.5, "nvfp4": 0.75}
@@ -48,23 +48,23 @@ def speed_rows() -> list[tuple[str, ...]]:
         *(("report", *row) for row in TABLE_20),
         *guide,
     ]:
-        found = predict(_job(model, gpu, gpus, form, size, how, **layout)).tflops_per_gpu
+        found = predict(job(model, gpu, gpus, form, size, how, **layout)).tflops_per_gpu
         what = f"{model}, {gpus} {gpu}, {size[0]} tokens"
         rows.append((source, what, f"`{form}`", f"{measured:.0f}", f"{found:.0f}", f"{found / measured - 1:+.0%}"))
     return rows
 
 
 def same_layout(gpu: str, gpus: int, formats: tuple[PlannedFormat, ...], how: Sections) -> list[Workload]:
-    return [_job("deepseek_v3", gpu, gpus, form, (4096, 1, 8192), how, pp=4, ep=64, vpp=4) for form in formats]
+    return [job("deepseek_v3", gpu, gpus, form, (4096, 1, 8192), how, pp=4, ep=64, vpp=4) for form in formats]
 
 
 def gain_rows() -> list[tuple[str, ...]]:
     """Speed over bfloat16 in one layout, which nobody has printed."""
     rows = []
     asked: tuple[tuple[str, int, tuple[PlannedFormat, ...], Sections], ...] = (
-        ("H100", 256, ("bfloat16", "fp8_tensor", "fp8_blockwise"), _both(DATED, DEEP)),
-        ("GB200", 256, ("bfloat16", "fp8_tensor", "mxfp8", "nvfp4"), _both(HYBRID, GRAPHED)),
-        ("GB300", 256, ("bfloat16", "fp8_tensor", "mxfp8", "nvfp4"), _both(HYBRID, GRAPHED)),
+        ("H100", 256, ("bfloat16", "fp8_tensor", "fp8_blockwise"), both(DATED, DEEP)),
+        ("GB200", 256, ("bfloat16", "fp8_tensor", "mxfp8", "nvfp4"), both(HYBRID, GRAPHED)),
+        ("GB300", 256, ("bfloat16", "fp8_tensor", "mxfp8", "nvfp4"), both(HYBRID, GRAPHED)),
     )
     for gpu, gpus, formats, how in asked:
         wide, *narrow = [predict(each).tflops_per_gpu for each in same_layout(gpu, gpus, formats, how)]

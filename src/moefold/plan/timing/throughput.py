@@ -24,7 +24,7 @@ from moefold.hardware.cluster import Cluster
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
-from moefold.plan.traffic import DispatchBytes, Reach
+from moefold.plan.traffic import DispatchBytes, Reach, expert_reach
 from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
@@ -203,6 +203,13 @@ def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
     return float(max(inside if where.inside > 1 else 0.0, outside) + latency(cluster, c, crosses=True))
 
 
+# DeepEP was written for 8 ranks that share fast links. Among 32 GPUs of a rack its dispatch reaches 400 GB/s and its
+# combine 190 (guide for DeepSeek-V3 on GB200, section 2.2.1; 470 MB of rows), where HybridEP takes 612 and 646 us
+# (report of Megatron Core, table 7).
+DEEPEP_PEERS = 8
+DEEPEP_IN_RACKS = (612 + 646) / (470e3 / 400 + 470e3 / 190)
+
+
 def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> float:
     """One dispatch or one combine. Fast links and the network work at the same time; the slower one counts."""
     if not sent.inside and not sent.outside:
@@ -210,6 +217,8 @@ def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> f
     cluster = workload.cluster
     fused = workload.dispatcher in ("deepep", "hybridep")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
+    if workload.dispatcher == "deepep" and expert_reach(workload).inside > DEEPEP_PEERS:
+        link *= DEEPEP_IN_RACKS
     network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
     share = sms_rate(workload)
     inside, outside = sent.inside / link / share, sent.outside / network / share
