@@ -1,4 +1,5 @@
-"""Savings of our own framework: the cheapest set that fits, what each frees and costs, and that launches can start."""
+"""Savings of our own framework: the cheapest set that fits, what each frees and costs, and that launches can start; and
+those of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,12 +10,22 @@ from itertools import pairwise
 import pytest
 
 from moefold.checks.run_all import problems
+from moefold.config.loading import override
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.memory import saving_steps
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saving_steps import DEFAULTS, NONE, STEPS, conflicts, offered, saving, savings_of
+from moefold.plan.memory.saving_steps import (
+    DEFAULTS,
+    NONE,
+    STEPS,
+    conflicts,
+    offered,
+    saving,
+    savings_of,
+    why_no_savings,
+)
 from moefold.plan.search.cheapest_savings import by_price, cheapest_fit, first_that_fits, ladder, switched_on, trimmed
-from moefold.plan.search.proposal import Question, propose
+from moefold.plan.search.proposal import Question, propose, with_framework
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
@@ -129,3 +140,41 @@ def test_rows_that_probs_multiply_are_not_offloaded() -> None:
     scaled = replace(run, model=replace(run.model, moe=replace(run.model.moe, weight_at="input")))
     names = [{step.name for step in offered(workload_of_run(each, cluster_of("H100", 1)))} for each in (run, scaled)]
     assert names[0] - names[1] == {"rows_away"}
+
+
+# ---- Megatron-LM's ----
+
+
+def megatron(gpus: int, **sections: dict[str, object]) -> Workload:
+    run = override(recipe("qwen3_30b_a3b"), {"parallel.ep": 4})
+    return changed(with_framework(workload_of_run(run, cluster_of("H100", gpus)), "megatron"), **sections)
+
+
+def asked(gpus: int) -> Question:
+    run = recipe("qwen3_30b_a3b")
+    return Question(run, run.name, cluster_of("H100", gpus), framework="megatron", fixed="ep=4,pp=1,tp=1,cp=1")
+
+
+def test_megatron_saves_optimizer_states_where_nothing_fits_without() -> None:
+    found = propose(asked(4))
+    assert found.switched_on and found.chosen.workload.run.memory.optimizer == "host"
+    assert found.chosen.memory.fits and not predict_memory(saving(found.chosen.workload, NONE)).fits
+    roomy = propose(asked(16))
+    assert roomy.chosen.memory.fits and not roomy.switched_on
+
+
+def test_savings_of_megatron_leave_the_rest_of_the_run_alone() -> None:
+    lean = megatron(4, precision={"gradients": "bfloat16", "moments": "bfloat16"})
+    assert savings_of(lean.run, ours=False) == {"precision.moments=bfloat16"}
+    wide = saving(lean, frozenset({"memory.optimizer=host"}))
+    assert (wide.run.precision.moments, wide.run.precision.gradients) == ("float32", "bfloat16")
+    assert wide.run.precision.master == lean.run.precision.master and wide.run.memory.optimizer == "host"
+    assert savings_of(saving(wide, NONE).run, ours=False) == NONE
+    assert [step.name for step in offered(lean)] == ["optimizer_host"]
+
+
+def test_only_the_distributed_optimizer_of_megatron_saves_states() -> None:
+    away = frozenset({"memory.optimizer=host"})
+    assert why_no_savings(away, "fsdp", frozenset(), 1, ours=False)
+    assert why_no_savings(away, "zero1", frozenset(), 1, ours=False) is None
+    assert why_no_savings(away, "fsdp", frozenset(), 1) is None

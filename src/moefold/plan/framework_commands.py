@@ -243,7 +243,7 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
     run, parallel, framework = workload.run, workload.parallel, workload.framework
     fsdp, sharded = parallel.sharding == "fsdp", parallel.sharding in ("zero1", "fsdp")
     overlaps, narrow = framework.gradient_overlap, run.precision.moments == "bfloat16"
-    whole = "full" in workload.recompute
+    whole, away = "full" in workload.recompute, run.memory.optimizer != "device"
     paged = run.kernels.graphs == "full" and workload.model.is_moe and not workload.drops
     stages = parallel.pp * parallel.vpp
     return {
@@ -263,16 +263,20 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
         # Rows of the busiest rank over the mean, for which pages are kept.
         "moe_expert_rank_capacity_factor": 1.5 if paged else None,
         "use_transformer_engine_op_fuser": paged,
-        "fp8_param_gather": run.precision.recipe is not None and workload.format in MEGATRON_FP8,
+        # Beside an optimizer on the CPU it gathers codes with delayed scales alone.
+        "fp8_param_gather": run.precision.recipe is not None
+        and workload.format in MEGATRON_FP8
+        and (not away or workload.format == "fp8_delayed"),
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
         "tp_comm_overlap": framework.tp_overlap and parallel.tp > 1,
         "data_parallel_sharding_strategy": "optim_grads_params" if fsdp else None,
         "ckpt_format": "fsdp_dtensor" if fsdp else None,
-        "use_precision_aware_optimizer": narrow,
+        # The optimizer on the CPU reuses its code.
+        "use_precision_aware_optimizer": narrow or away,
         "exp_avg_dtype": "bf16" if narrow else None,
         "exp_avg_sq_dtype": "bf16" if narrow else None,
-        "optimizer_cpu_offload": run.memory.optimizer == "host",
+        "optimizer_cpu_offload": away,
         "cross_entropy_loss_fusion": framework.fused_loss,
         # Transformer Engine's own is refused since 0.20.
         "cross_entropy_fusion_impl": "native" if framework.fused_loss else None,

@@ -1,9 +1,11 @@
-"""Savings of memory: those of our own framework as data, and what each would free on the fullest rank.
+"""Savings of memory: those of our own framework and of Megatron-LM as data, and what each would free on the fullest
+rank.
 
 A saving is a set of `path=value` entries. Some compute a step of a block again, some let its result wait in the host's
 memory, some keep optimizer states in fewer bytes or elsewhere. All but the last kind give the same numbers. A search
-switches them on where a layout would not fit, the cheapest first (`plan/search/cheapest_savings.py`). Only what the
-trainer has is offered: `checks/planned_only.py` says what that is.
+switches them on where a layout would not fit, the cheapest first (`plan/search/cheapest_savings.py`). Of ours only what
+the trainer has is offered: `checks/planned_only.py` says what that is. What Megatron-LM recomputes is a choice of its
+own, and comes before these.
 
 Savings do not add up: two options may drop the same tensor, and another rank may become the fullest. So what one frees
 is the difference of two whole predictions, with the option and without it (`savings`).
@@ -121,6 +123,20 @@ STEPS: tuple[SavingStep, ...] = (
         exact=False,
     ),
 )
+# `--use-precision-aware-optimizer`, of the distributed optimizer; moments are rounded to nearest.
+MEGATRON_STEPS = (
+    next(step for step in STEPS if step.name == "optimizer_host"),
+    SavingStep(
+        "moments_bf16",
+        "moments in bfloat16",
+        frozenset({"precision.moments=bfloat16"}),
+        lambda workload: workload.moment_bytes > 2,
+        exact=False,
+    ),
+)
+MEGATRON_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {"memory.optimizer": "device", "precision.moments": "float32"}
+)
 # Keys that savings set, in a fixed order, with the value of a run that saves nothing.
 DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
@@ -133,9 +149,14 @@ _TRAINED = {row.path: row.trained for row in PLANNED_ONLY}
 
 def offered(workload: Workload) -> tuple[SavingStep, ...]:
     """Those that the trainer has and that this workload has something for."""
-    if not workload.is_own:
-        return ()
-    return tuple(step for step in STEPS if is_trained(step.entries) and step.suits(workload))
+    return tuple(step for step in steps_of(workload) if step.suits(workload))
+
+
+def steps_of(workload: Workload) -> tuple[SavingStep, ...]:
+    """All of the framework's."""
+    if workload.is_own:
+        return tuple(step for step in STEPS if is_trained(step.entries))
+    return MEGATRON_STEPS if workload.framework.name == "megatron" else ()
 
 
 def is_trained(entries: Savings) -> bool:
@@ -162,17 +183,22 @@ def inside_phases(recompute: frozenset[Recomputed], savings: Savings) -> bool:
     return not steps.isdisjoint(inside | also)
 
 
-def savings_of(run: RunConfig) -> Savings:
-    """The entries of all keys that are not as in a run without savings."""
+def savings_of(run: RunConfig, ours: bool = True) -> Savings:
+    """The entries of all keys that are not as in a run without savings; of Megatron-LM those that are savings."""
+    if not ours:
+        on = set().union(*(step.entries for step in MEGATRON_STEPS))
+        return frozenset(f"{path}={attrgetter(path)(run)}" for path in MEGATRON_DEFAULTS) & on
     found = ((path, attrgetter(path)(run)) for path in DEFAULTS)
     return frozenset(f"{path}={value}" for path, value in found if value != DEFAULTS[path])
 
 
 @lru_cache(maxsize=10_000)
 def with_savings(
-    memory: MemoryConfig, precision: PrecisionConfig, savings: Savings
+    memory: MemoryConfig, precision: PrecisionConfig, savings: Savings, ours: bool = True
 ) -> tuple[MemoryConfig, PrecisionConfig]:
     """The two sections with exactly these savings."""
+    if not ours:
+        return _of_megatron(memory, precision, savings)
     values = dict(DEFAULTS) | {path: value for path, _, value in (entry.partition("=") for entry in savings)}
     retain = {path.rpartition(".")[2]: value for path, value in values.items() if path.startswith("memory.retain.")}
     places = {
@@ -185,9 +211,26 @@ def with_savings(
     return changed, replace(precision, **formats)  # type: ignore[arg-type]
 
 
+def _of_megatron(
+    memory: MemoryConfig, precision: PrecisionConfig, savings: Savings
+) -> tuple[MemoryConfig, PrecisionConfig]:
+    """The two sections with exactly these of its savings; what else they say stays."""
+    on = set().union(*(step.entries for step in MEGATRON_STEPS))
+    values = {"memory": memory, "precision": precision}
+    made: dict[str, dict[str, object]] = {"memory": {}, "precision": {}}
+    for entry in sorted(on - savings) + sorted(savings):
+        path, _, value = entry.partition("=")
+        section, _, key = path.partition(".")
+        if entry in savings:
+            made[section][key] = value
+        elif str(getattr(values[section], key)) == value:
+            made[section][key] = MEGATRON_DEFAULTS[path]
+    return replace(memory, **made["memory"]), replace(precision, **made["precision"])  # type: ignore[arg-type]
+
+
 def saving(workload: Workload, savings: Savings) -> Workload:
     """The workload with exactly these savings."""
-    memory, precision = with_savings(workload.run.memory, workload.run.precision, savings)
+    memory, precision = with_savings(workload.run.memory, workload.run.precision, savings, workload.is_own)
     return replace(workload, run=replace(workload.run, memory=memory, precision=precision))
 
 
@@ -198,8 +241,12 @@ def conflicts(savings: Savings) -> bool:
 
 
 @lru_cache(maxsize=10_000)
-def why_no_savings(savings: Savings, sharding: Sharding, recompute: frozenset[Recomputed], cp: int) -> str | None:
+def why_no_savings(
+    savings: Savings, sharding: Sharding, recompute: frozenset[Recomputed], cp: int, ours: bool = True
+) -> str | None:
     """The rule that these savings break beside the choices they depend on, or None."""
+    if savings and not ours and sharding != "zero1":
+        return "Megatron-LM saves optimizer states in its distributed optimizer alone"
     if conflicts(savings):
         return "a key cannot have two values"
     if sharding != "flat" and "precision.master=remainder" in savings:

@@ -322,7 +322,7 @@ def layout_data(workload: Workload) -> dict[str, Any]:
         "ep_overlap": workload.ep_overlap,
         "delay_wgrad": workload.delay_wgrad,
         "recompute": sorted(workload.recompute),
-        "savings": sorted(savings_of(workload.run)) if workload.is_own else [],
+        "savings": sorted(savings_of(workload.run, workload.is_own)),
         "graphs": workload.run.kernels.graphs,
         "kernels": kernels_in_use(workload.run, "cuda") if workload.is_own else None,
     }

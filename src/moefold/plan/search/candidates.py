@@ -79,7 +79,7 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
         return "only experts on the same rank need no dispatcher"
     if choice.replicate > 1 and choice.sharding not in ("fsdp", "flat"):
         return "copies are of what is sharded"
-    if reason := why_no_savings(choice.savings, choice.sharding, choice.recompute, choice.cp):
+    if reason := why_no_savings(choice.savings, choice.sharding, choice.recompute, choice.cp, limits.ours):
         return reason
     if not limits.ours:
         if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
@@ -201,8 +201,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
     parallel = _synced(parallel, limits.world)
     precision = run.precision if choice.format == template.format else in_format(run.precision, choice.format)
     memory = _recomputing(run.memory, choice.recompute)
-    if limits.ours:
-        memory, precision = with_savings(memory, precision, choice.savings)
+    memory, precision = with_savings(memory, precision, choice.savings, limits.ours)
     made = Workload(
         run=replace(
             run,
@@ -308,7 +307,7 @@ def choice_of_workload(workload: Workload) -> LayoutChoice:
         workload.run.kernels.graphs,
         parallel.sharding,
         parallel.dp_replicate,
-        savings_of(workload.run) if workload.is_own else NONE,
+        savings_of(workload.run, workload.is_own),
         0 if parallel.echo is None else parallel.echo.slots,
         parallel.rank_order.dense,
         parallel.rank_order.expert,

@@ -20,7 +20,6 @@ from math import inf
 from moefold.config.parallel import Sharding
 from moefold.plan.memory.peak import bytes_up_to, predict_memory, usable_bytes
 from moefold.plan.memory.saving_steps import (
-    STEPS,
     Savings,
     SavingStep,
     conflicts,
@@ -29,6 +28,7 @@ from moefold.plan.memory.saving_steps import (
     offered,
     saving,
     savings_of,
+    steps_of,
     why_no_savings,
 )
 from moefold.plan.search.candidates import described, why_illegal, workload_of_choice
@@ -118,7 +118,7 @@ def cheapest_fit(workload: Workload, capacity: float, host: bool = True) -> Work
 
     Without ``host`` nothing is sent to the host's memory: on CPU ranks that frees nothing.
     """
-    start = savings_of(workload.run)
+    start = savings_of(workload.run, workload.is_own)
     known = tuple(step for step in offered(workload) if host or not is_on_host(step.entries))
     steps = by_price(known, start, lambda some: _size(workload, some), lambda some: _time(workload, some))
 
@@ -132,7 +132,7 @@ def cheapest_fit(workload: Workload, capacity: float, host: bool = True) -> Work
 
 def switched_on(workload: Workload, start: Savings) -> tuple[SwitchedOn, ...]:
     """What each saving beyond ``start`` frees and costs, the largest first."""
-    now = savings_of(workload.run)
+    now = savings_of(workload.run, workload.is_own)
     held, seconds = _size(workload, now), _time(workload, now)
     found = []
     for step in offered_on(workload, now - start):
@@ -144,7 +144,7 @@ def switched_on(workload: Workload, start: Savings) -> tuple[SwitchedOn, ...]:
 
 
 def offered_on(workload: Workload, entries: Savings) -> tuple[SavingStep, ...]:
-    bare = saving(workload, savings_of(workload.run) - entries)
+    bare = saving(workload, savings_of(workload.run, workload.is_own) - entries)
     return tuple(step for step in offered(bare) if step.entries <= entries)
 
 
@@ -294,15 +294,14 @@ class Predictions:
                 return predict_time(self.workload(plain._replace(savings=some))).step_seconds
 
             plain = choice._replace(recompute=self.space.recompute[0])
-            known = (step for step in STEPS if step.entries in self.space.savings[1:])
+            known = (step for step in steps_of(self.template) if step.entries in self.space.savings[1:])
             legal = self._legal(plain, known)
             self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
         return self._steps[choice.sharding]
 
-    @staticmethod
-    def _legal(choice: LayoutChoice, steps: Iterable[SavingStep]) -> tuple[SavingStep, ...]:
+    def _legal(self, choice: LayoutChoice, steps: Iterable[SavingStep]) -> tuple[SavingStep, ...]:
         """Those that a legal candidate may add."""
-        savings, beside = choice.savings, (choice.sharding, choice.recompute, choice.cp)
+        savings, beside = choice.savings, (choice.sharding, choice.recompute, choice.cp, self.limits.ours)
         return tuple(step for step in steps if why_no_savings(savings | step.entries, *beside) is None)
 
     def trim(self, found: Candidate) -> Candidate | None:

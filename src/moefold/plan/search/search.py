@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
 
@@ -113,10 +113,12 @@ def search(
     """
     began = time.monotonic()
     space = space or usual_space(template)
-    looked = Predictions(template, limits_of(template), space, headroom)
     say = progress or (lambda what, done, total: None)
-    coarse = _sweep(looked, say, from_own)
-    if not coarse:
+    for part in _spaces(template, space):
+        looked = Predictions(template, limits_of(template), part, headroom)
+        if coarse := _sweep(looked, say, from_own):
+            break
+    else:
         raise NothingFitsError(looked.why_nothing(), lacks_memory=bool(looked.held))
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
@@ -127,6 +129,14 @@ def search(
     found = (len(coarse), len(looked.held), len(looked.timed))
     took = time.monotonic() - began
     return Result(ranked, pareto(ranked), own, *found, took, looked.capacity / (1 - headroom), headroom)
+
+
+def _spaces(template: Workload, space: Space) -> tuple[Space, ...]:
+    """Other frameworks recompute first. What they save of optimizer states takes seconds, or changes numbers: it is
+    tried where nothing fits without."""
+    if template.is_own or len(space.savings) == 1:
+        return (space,)
+    return replace(space, savings=space.savings[:1]), space
 
 
 def tighter(template: Workload, space: Space, result: Result) -> Candidate | None:

@@ -208,7 +208,7 @@ def usual_space(workload: Workload, recipes: bool = False) -> Space:
         graphs=_graphs(workload),
         sharding=_shardings(workload, sharded),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
-        savings=(savings_of(workload.run), *(step.entries for step in offered(flat))) if ours else (NONE,),
+        savings=(savings_of(workload.run, ours), *(step.entries for step in offered(flat))),
         clones=_clones(workload),
         **_rank_orders(workload),
     )
