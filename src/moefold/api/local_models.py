@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moefold.api.runs import load_run
 from moefold.blueprint.parameters import buffers, init_std, parameters
 from moefold.checks.kernels import experts_in_use
 from moefold.checks.run_all import problems
@@ -112,10 +114,14 @@ class LanguageModel(nn.Module):
 
 
 def build_model(
-    run: RunConfig, *, device: str | torch.device = "cpu", routing_policy: PolicyOrName | None = None
+    run: RunConfig | str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    routing_policy: PolicyOrName | None = None,
 ) -> LanguageModel:
     """The run's model on one process, with the weights that training starts from; the run's layout is ignored.
 
+    A name or a path is loaded first.
     `routing_policy` replaces the one that the run names: the name of one that moefold has, an object with the method
     `select` for all layers, or a class or function that makes one from a layer's `MoEConfig`.
 
@@ -127,7 +133,7 @@ def build_model(
     >>> output.logits.shape, 5 < output.loss.item() < 6
     (torch.Size([2, 16, 256]), True)
     """
-    run = replace(run, parallel=ParallelConfig())
+    run = replace(load_run(run), parallel=ParallelConfig())
     if found := [problem for problem in problems(run) if problem.path.startswith(("model", "precision"))]:
         raise ConfigError(*found)
     groups = groups_of(run, 1, 0, timedelta(seconds=60))

@@ -139,7 +139,7 @@ class Plan:
 
 
 def plan(
-    run: RunConfig,
+    run: RunConfig | str | Path,
     gpu: str = "H100",
     gpus: int | None = None,
     *,
@@ -159,6 +159,7 @@ def plan(
 ) -> Plan:
     """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
 
+    `run` is a run, or what `load_run` makes one of: a recipe's name, or the path of a file.
     `gpu` is a name that `moefold plan --help` lists; `machine` a file that `moefold bench calibrate` wrote, for CPU
     ranks instead; `cluster` a YAML file that describes a cluster of your own (docs/plan.md). `fix` pins choices of the
     search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own layout, and `recipes` lets it choose a
@@ -170,11 +171,11 @@ def plan(
     are rescaled: a run's directory, a file that states one, or `published.jsonl:ID` (docs/plan.md).
 
     >>> import moefold
-    >>> run = moefold.load_run("qwen3_30b_a3b")
-    >>> plan = moefold.plan(run, gpu="H100", gpus=64, fix="tp=1,cp=1,pp=1,ep=8,16")
+    >>> plan = moefold.plan("qwen3_30b_a3b", gpu="H100", gpus=64, fix="tp=1,cp=1,pp=1,ep=8,16")
     >>> plan.fits, plan.layout["ep"] in (8, 16)
     (True, True)
     """
+    run = load_run(run)
     made = cluster_for(
         gpu,
         gpus,

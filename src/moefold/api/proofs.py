@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed as dist
 
+from moefold.api.runs import load_run
 from moefold.checks.run_all import problems
 from moefold.comm.spawn import join_world, this_device
 from moefold.config.precision import Format
@@ -16,7 +19,7 @@ from moefold.prove.verdict import prove as prove_case
 
 
 def prove(
-    run: RunConfig,
+    run: RunConfig | str | Path,
     world: int = 4,
     *,
     dtype: Format = "float64",
@@ -26,8 +29,9 @@ def prove(
     """Run one training step on `world` CPU processes and on one, and compare everything.
 
     Compared are the loss, every gradient, the gradient norm, the clipped update, balance losses, bias updates and token
-    counts. The run's sizes are reduced to what a laptop can prove; its structure, routing and layout stay.
-    `routing_policy` is as for `build_model`, and is used on both sides. A proof that takes longer than `seconds` fails.
+    counts. A name or a path is loaded first. The run's sizes are reduced to what a laptop can prove; its structure,
+    routing and layout stay. `routing_policy` is as for `build_model`, and is used on both sides. A proof that takes
+    longer than `seconds` fails.
 
     >>> import moefold
     >>> run = moefold.load_run("debug_tiny", {"parallel.ep": 2})
@@ -35,6 +39,7 @@ def prove(
     >>> verdict.holds, verdict.worst < 1e-9
     (True, True)
     """
+    run = load_run(run)
     _refuse_layout(run, world)
     case = reduce_run(run, world, dtype)
     if found := problems(case.run, world):

@@ -39,8 +39,8 @@ def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Seq
     return override(run, changes) if changes else run
 
 
-def check(run: RunConfig, world: int | None = None, *, training: bool = True) -> list[Problem]:
-    """Every problem of a run, all at once; an empty list if there is none.
+def check(run: RunConfig | str | Path, world: int | None = None, *, training: bool = True) -> list[Problem]:
+    """Every problem of a run, all at once; an empty list if there is none. A name or a path is loaded first.
 
     With `world`, the number of ranks, also whether its layout folds and its batch divides. Token files that are on this
     machine are checked by what they say of their tokenizer and kind. With `training=False` without those problems that
@@ -50,9 +50,12 @@ def check(run: RunConfig, world: int | None = None, *, training: bool = True) ->
     >>> run = moefold.load_run("debug_tiny")
     >>> moefold.check(run, world=4)
     []
+    >>> moefold.check("debug_tiny", world=4)
+    []
     >>> [problem.path for problem in moefold.check(moefold.load_run(run, {"data.global_batch": 6}), world=4)]
     ['data.global_batch']
     """
+    run = load_run(run)
     return problems_to_train(run, world) + _data_problems(run) if training else problems(run, world)
 
 
