@@ -263,16 +263,13 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
         # Rows of the busiest rank over the mean, for which pages are kept.
         "moe_expert_rank_capacity_factor": 1.5 if paged else None,
         "use_transformer_engine_op_fuser": paged,
-        # Beside an optimizer on the CPU it gathers codes with delayed scales alone.
-        "fp8_param_gather": run.precision.recipe is not None
-        and workload.format in MEGATRON_FP8
-        and (not away or workload.format == "fp8_delayed"),
+        # Beside an optimizer on the CPU codes are gathered with delayed scales alone.
+        "fp8_param_gather": workload.format in (("fp8_delayed",) if away else MEGATRON_FP8),
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
         "tp_comm_overlap": framework.tp_overlap and parallel.tp > 1,
         "data_parallel_sharding_strategy": "optim_grads_params" if fsdp else None,
         "ckpt_format": "fsdp_dtensor" if fsdp else None,
-        # The optimizer on the CPU reuses its code.
         "use_precision_aware_optimizer": narrow or away,
         "exp_avg_dtype": "bf16" if narrow else None,
         "exp_avg_sq_dtype": "bf16" if narrow else None,
