@@ -242,8 +242,8 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
     """What settings of the rules leave open, and what the plan's prediction takes for granted."""
     run, parallel, framework = workload.run, workload.parallel, workload.framework
     fsdp, sharded = parallel.sharding == "fsdp", parallel.sharding in ("zero1", "fsdp")
-    overlaps, narrow = framework.gradient_overlap, run.precision.moments == "bfloat16"
-    whole, away = "full" in workload.recompute, run.memory.optimizer != "device"
+    whole, overlaps = "full" in workload.recompute, framework.gradient_overlap
+    narrow, away = run.precision.moments == "bfloat16", run.memory.optimizer != "device"
     paged = run.kernels.graphs == "full" and workload.model.is_moe and not workload.drops
     stages = parallel.pp * parallel.vpp
     return {
@@ -263,7 +263,7 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
         # Rows of the busiest rank over the mean, for which pages are kept.
         "moe_expert_rank_capacity_factor": 1.5 if paged else None,
         "use_transformer_engine_op_fuser": paged,
-        # Beside an optimizer on the CPU codes are gathered with delayed scales alone.
+        # Beside an optimizer on the CPU with delayed scales alone.
         "fp8_param_gather": workload.format in (("fp8_delayed",) if away else MEGATRON_FP8),
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
@@ -275,8 +275,7 @@ def _megatron_layout(workload: Workload) -> dict[str, object]:
         "exp_avg_sq_dtype": "bf16" if narrow else None,
         "optimizer_cpu_offload": away,
         "cross_entropy_loss_fusion": framework.fused_loss,
-        # Transformer Engine's own is refused since 0.20.
-        "cross_entropy_fusion_impl": "native" if framework.fused_loss else None,
+        "cross_entropy_fusion_impl": "native" if framework.fused_loss else None,  # 0.20 refuses Transformer Engine's.
         "seq_length": run.data.seq_len,
         "max_position_embeddings": run.data.seq_len,
     }
