@@ -157,7 +157,7 @@ def asked(gpus: int) -> Question:
 
 def test_megatron_saves_optimizer_states_where_nothing_fits_without() -> None:
     found = propose(asked(4))
-    assert found.switched_on and found.chosen.workload.run.memory.optimizer == "host"
+    assert found.switched_on and found.chosen.workload.run.memory.optimizer == "cpu"
     assert found.chosen.memory.fits and not predict_memory(saving(found.chosen.workload, NONE)).fits
     roomy = propose(asked(16))
     assert roomy.chosen.memory.fits and not roomy.switched_on
@@ -166,15 +166,25 @@ def test_megatron_saves_optimizer_states_where_nothing_fits_without() -> None:
 def test_savings_of_megatron_leave_the_rest_of_the_run_alone() -> None:
     lean = megatron(4, precision={"gradients": "bfloat16", "moments": "bfloat16"})
     assert savings_of(lean.run, ours=False) == {"precision.moments=bfloat16"}
-    wide = saving(lean, frozenset({"memory.optimizer=host"}))
+    wide = saving(lean, frozenset({"memory.optimizer=cpu"}))
     assert (wide.run.precision.moments, wide.run.precision.gradients) == ("float32", "bfloat16")
-    assert wide.run.precision.master == lean.run.precision.master and wide.run.memory.optimizer == "host"
+    assert wide.run.precision.master == lean.run.precision.master and wide.run.memory.optimizer == "cpu"
     assert savings_of(saving(wide, NONE).run, ours=False) == NONE
-    assert [step.name for step in offered(lean)] == ["optimizer_host"]
+    assert [step.name for step in offered(lean)] == ["optimizer_cpu"]
+
+
+def test_updates_on_the_cpu_take_what_a_sweep_measured() -> None:
+    """25 to 100 % of the states of Qwen3-30B: 3.8, 7.6, 11.6 and 15.2 GB for 0.875, 1.488, 2.191 and 3.193 s."""
+    workload = megatron(8)
+    away = changed(workload, memory={"optimizer": "cpu"})
+    freed = predict_memory(workload).of("optimizer") - predict_memory(away).of("optimizer")
+    slower = predict_time(away).step_seconds - predict_time(workload).step_seconds
+    # Bytes of the sweep are of the busiest rank, as these are; the update on the device is left out of both.
+    assert 0.16 < slower / (freed / 1e9) < 0.26
 
 
 def test_only_the_distributed_optimizer_of_megatron_saves_states() -> None:
-    away = frozenset({"memory.optimizer=host"})
+    away = frozenset({"memory.optimizer=cpu"})
     assert why_no_savings(away, "fsdp", frozenset(), 1, ours=False)
     assert why_no_savings(away, "zero1", frozenset(), 1, ours=False) is None
     assert why_no_savings(away, "fsdp", frozenset(), 1) is None

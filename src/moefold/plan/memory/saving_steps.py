@@ -123,9 +123,15 @@ STEPS: tuple[SavingStep, ...] = (
         exact=False,
     ),
 )
-# `--use-precision-aware-optimizer`, of the distributed optimizer; moments are rounded to nearest.
+# `--optimizer-cpu-offload` and `--use-precision-aware-optimizer`, of the distributed optimizer; moments are rounded to
+# nearest.
 MEGATRON_STEPS = (
-    next(step for step in STEPS if step.name == "optimizer_host"),
+    SavingStep(
+        "optimizer_cpu",
+        "optimizer states in the host's memory, updated there",
+        frozenset({"memory.optimizer=cpu"}),
+        lambda workload: True,
+    ),
     SavingStep(
         "moments_bf16",
         "moments in bfloat16",
@@ -306,7 +312,7 @@ def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
         if workload.model.is_moe and name not in run.memory.offload:
             yield f"offload {what}", changed(workload, memory={"offload": (*run.memory.offload, name)})
     if run.memory.optimizer == "device":
-        yield "hold optimizer states in the host's memory", changed(workload, memory={"optimizer": "host"})
+        yield "hold and update optimizer states in the host's memory", changed(workload, memory={"optimizer": "cpu"})
     if workload.moments_bytes > 4:
         yield "hold moments in 16 bits", changed(workload, precision={"moments": "bfloat16"})
     if workload.cluster.gpu.fp8_tflops and workload.format in ("bfloat16", "float16"):

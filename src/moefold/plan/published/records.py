@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.stages import parse_stages
@@ -283,8 +283,15 @@ def _memory(flags: Record) -> MemoryConfig:
     return MemoryConfig(
         recompute=tuple(dict.fromkeys(_recompute(flags))),
         offload=tuple(name for name in get_args(OffloadedActivation) if name in offloaded),
-        optimizer="host" if flags.get("optimizer_offload") or flags.get("optimizer_state_offload") else "device",
+        optimizer=_optimizer_place(flags),
     )
+
+
+def _optimizer_place(flags: Record) -> Literal["device", "host", "cpu"]:
+    """A sweep says how much of the states, "baseline" for nothing; predictions know all or nothing."""
+    if flags.get("optimizer_offload") not in (None, False, "baseline"):
+        return "cpu"
+    return "host" if flags.get("optimizer_state_offload") else "device"
 
 
 def _framework(record: Record) -> Framework:
