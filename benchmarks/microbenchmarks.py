@@ -1,0 +1,139 @@
+"""Single operations that others have measured, beside what the planner's rates make of them: a table of docs/plan.md.
+
+A run's time is a sum of operations, and constants fitted to runs can hide that single operations are predicted wrongly,
+as long as the errors cancel. Here nothing can cancel: a matmul of one shape, an attention of one length, one exchange.
+The planner has one rate for all large matmuls, so what a shape does (few tiles, a short sum, a few rows per expert) is
+what these errors show.
+
+    python -m benchmarks.microbenchmarks FOLDER       FOLDER has microbench.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from moefold.blueprint.model_shape import MoE
+from moefold.config.data import DataConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.hardware.cluster import cluster_of
+from moefold.plan.timing.constants import CURRENT
+from moefold.plan.timing.throughput import Rates, dispatch_seconds, rates_of
+from moefold.plan.traffic import dispatch_bytes
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, in_format
+from moefold.recipes.catalog import recipe
+from moefold.tables import markdown_table
+
+PAGE = Path(__file__).parent.parent / "docs" / "plan.md"
+BEGIN, END = "<!-- single operations: begin -->", "<!-- single operations: end -->"
+# Below so many rows, columns or terms a matmul is called small.
+SMALL = 512
+# The collection counts attention over the whole square: some of its forward rates are above a GPU's peak. Kernels of
+# causal attention compute half of that, and the planner counts that half.
+CAUSAL = 0.5
+FORMATS = {"bf16": "bfloat16", "mxfp8": "mxfp8", "fp8_blockwise": "fp8_blockwise"}
+Measurement = dict[str, Any]
+
+
+class Compared(NamedTuple):
+    """Predicted time over measured time, less 1."""
+
+    kind: str
+    gpu: str
+    error: float
+
+
+def workload_on(
+    gpu: str, form: str = "bfloat16", ep: int = 1, gpus: int = 8, dispatcher: str = "all_to_all"
+) -> Workload:
+    """DeepSeek-V3's layers, as the exchanges were measured with."""
+    run = RunConfig(
+        model=recipe("deepseek_v3").model,
+        parallel=ParallelConfig(ep=ep, sharding="zero1", dispatcher=dispatcher),  # type: ignore[arg-type]
+        precision=in_format(MEGATRON_PRECISION, form),  # type: ignore[arg-type]
+        data=DataConfig(4096, gpus),
+    )
+    return Workload(run, cluster_of(gpu, gpus), Framework("megatron", date=2026.0))
+
+
+def compared(measured: Measurement) -> Compared | None:
+    """None where it is not said how large the operation was, or on which GPU."""
+    kind, gpu, form = measured["kind"], measured.get("gpu", ""), FORMATS.get(measured.get("dtype") or "")
+    if kind == "ep_comm" and "time_us" in measured:
+        return _exchange(measured)
+    if form is None or "tflops" not in measured or "shape" not in measured:
+        return None
+    shape = measured["shape"]
+    rates = rates_of(workload_on(gpu, form), CURRENT, float(shape.get("seq_len", 4096)))
+    rate, name = _rate(kind, shape, rates)
+    done = CAUSAL if kind.startswith("sdpa") else 1.0
+    return Compared(name, gpu, done * measured["tflops"] * 1e12 * rate - 1)
+
+
+def _rate(kind: str, shape: Measurement, rates: Rates) -> tuple[float, str]:
+    """Seconds per operation, and the kind with what matters of the shape."""
+    if kind == "gemm":
+        least = min(shape["m"], shape["n"], shape["k"])
+        return rates.gemm, f"matmul, every side at least {SMALL}" if least >= SMALL else f"matmul, a side below {SMALL}"
+    if kind == "grouped_gemm":
+        rows = "under" if shape["M"] < SMALL else "at least"
+        return rates.grouped, f"grouped GEMM, {rows} {SMALL} rows per expert"
+    if kind == "sdpa_fwd":
+        return rates.attention_forward, "attention, forward"
+    return rates.attention_backward, "attention, backward"
+
+
+def _exchange(measured: Measurement) -> Compared:
+    """Rows of 4,096 tokens to the experts, or back: rows in bfloat16 both ways."""
+    ep, plain = measured["ep"], measured["backend"] != "hybridep"
+    workload = workload_on(measured["gpu"], ep=ep, gpus=max(ep, 8), dispatcher="all_to_all" if plain else "hybridep")
+    moe = next(layer.feed for layer in workload.model.layers if isinstance(layer.feed, MoE))
+    seconds = dispatch_seconds(dispatch_bytes(workload, replace(moe, experts=measured["experts"])), workload, CURRENT)
+    where = "inside of a domain" if ep <= workload.cluster.usable_domain else "between hosts"
+    name = f"{'all-to-all' if plain else 'HybridEP'}, {where}"
+    return Compared(name, measured["gpu"], seconds / (measured["time_us"] * 1e-6) - 1)
+
+
+def rows(measurements: list[Measurement]) -> Iterator[tuple[str, ...]]:
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    everything = [each for measured in measurements if (each := compared(measured)) is not None]
+    for each in everything:
+        found[each.kind, each.gpu].append(each.error)
+    for (kind, gpu), errors in sorted(found.items()):
+        yield kind, gpu, str(len(errors)), f"{median(errors):+.0%}", *_sizes(errors)
+    yield "all", "", str(len(everything)), "", *_sizes([each.error for each in everything])
+
+
+def _sizes(errors: list[float]) -> tuple[str, str]:
+    """Half of the errors are no larger, and nine of ten."""
+    sizes = [abs(error) for error in errors]
+    return f"{median(sizes):.0%}", f"{quantiles(sizes, n=10)[-1] if len(sizes) > 1 else sizes[0]:.0%}"
+
+
+def section(folder: Path) -> str:
+    measurements = [json.loads(line) for line in (folder / "microbench.jsonl").read_text("utf-8").splitlines()]
+    header = ("operation", "GPU", "number", "predicted time, median", "half within", "nine of ten within")
+    return f"{BEGIN}\n\n{markdown_table(header, list(rows(measurements)))}\n\n{END}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.microbenchmarks",
+        description="Predicted times of single operations over measured ones, into docs/plan.md.",
+    )
+    parser.add_argument("folder", type=Path, help="has microbench.jsonl")
+    text, made = PAGE.read_text("utf-8"), section(parser.parse_args().folder)
+    start, end = text.index(BEGIN), text.index(END) + len(END)
+    PAGE.write_text(text[:start] + made + text[end:], "utf-8")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()

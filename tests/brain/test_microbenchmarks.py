@@ -1,0 +1,47 @@
+"""Single operations beside the planner's rates: what is compared with what, on measurements made up here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.microbenchmarks import Measurement, compared, rows, workload_on
+from moefold.plan.timing.constants import CURRENT
+from moefold.plan.timing.throughput import rates_of
+
+RATES = rates_of(workload_on("B200"), CURRENT, 4096.0)
+
+
+def matmul(rate: float, **sides: int) -> Measurement:
+    """Measured at so many times the planner's rate."""
+    shape = {"m": 4096, "n": 4096, "k": 4096} | sides
+    return {"kind": "gemm", "gpu": "B200", "dtype": "bf16", "tflops": rate / RATES.gemm / 1e12, "shape": shape}
+
+
+def test_what_was_measured_slower_is_predicted_too_fast() -> None:
+    fast, slow = compared(matmul(2.0)), compared(matmul(0.5, k=64))
+    assert fast is not None and fast.error == pytest.approx(1.0) and "at least 512" in fast.kind
+    assert slow is not None and slow.error == pytest.approx(-0.5) and "below 512" in slow.kind
+
+
+def test_attention_was_counted_over_the_whole_square() -> None:
+    whole = {"kind": "sdpa_fwd", "gpu": "B200", "dtype": "bf16", "shape": {"seq_len": 4096}}
+    found = compared(whole | {"tflops": 2 / RATES.attention_forward / 1e12})
+    assert found is not None and found.error == pytest.approx(0.0)
+
+
+def test_exchanges_are_those_of_the_layer_that_was_measured() -> None:
+    exchange = {"kind": "ep_comm", "gpu": "GB200", "experts": 256, "time_us": 600.0}
+    plain, fused = (compared(exchange | {"ep": 32, "backend": name}) for name in ("alltoall", "hybridep"))
+    assert plain is not None and fused is not None and "inside of a domain" in plain.kind
+    # Rows travel once per rank and not once per choice.
+    assert fused.error < plain.error
+
+
+def test_what_does_not_say_its_size_is_left_out() -> None:
+    assert compared({"kind": "ep_comm", "gpu": "H800", "algbw_gbs": 153}) is None
+    assert compared({"kind": "effect", "what": "binding"}) is None
+
+
+def test_the_table_ends_with_all_of_them() -> None:
+    *_, last = rows([matmul(1.0), matmul(1.25), matmul(0.8)])
+    assert last[0] == "all" and last[2] == "3" and last[4] == "20%"
