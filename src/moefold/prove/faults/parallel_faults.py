@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isfunction, signature
 from typing import Any
 
 import torch
@@ -43,8 +44,15 @@ from moefold.topology.folded_layout import FoldedLayout
 
 
 def wrap(owner: object, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute by ``make(attribute)``."""
-    setattr(owner, name, make(getattr(owner, name)))
+    """Replace an attribute by ``make(attribute)``, which can be called as it was."""
+    found = getattr(owner, name)
+    instead = make(found)
+    if isfunction(found) and callable(instead):
+        parameters = list(signature(found).parameters.values())
+        if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            # Raises TypeError where it takes fewer, or wants more.
+            signature(instead).bind(*(each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD))
+    setattr(owner, name, instead)
 
 
 def put(owner: object, name: str, instead: object) -> None:
@@ -185,18 +193,22 @@ def prob_gradient_lost() -> None:
 
 
 def gathered_probs_gradient_not_summed() -> None:
-    def gather(rows: Tensor, sizes: tuple[int, ...], group: Group, codec: RowCodec | None = None) -> Tensor:
+    def gather(
+        rows: Tensor, sizes: tuple[int, ...], group: Group, dtype: Any = None, codec: RowCodec | None = None
+    ) -> Tensor:
         return (
             all_gather_replicated(rows, sizes, group)
             if rows.dtype == torch.float64 and rows.shape[1] < 4
-            else all_gather_rows(rows, sizes, group, codec=codec)
+            else all_gather_rows(rows, sizes, group, dtype, codec)
         )
 
     put(moefold.moe.dispatch.all_gather, "all_gather_rows", gather)
 
 
 def split_experts_not_summed() -> None:
-    def reduce(partial: Tensor, sizes: tuple[int, ...], group: Group, grad_codec: RowCodec | None = None) -> Tensor:
+    def reduce(
+        partial: Tensor, sizes: tuple[int, ...], group: Group, dtype: object = None, grad_codec: RowCodec | None = None
+    ) -> Tensor:
         return partial.split(sizes)[group.index]
 
     put(moefold.moe.dispatch.all_to_all, "reduce_scatter_rows", reduce)

@@ -23,7 +23,7 @@ from moefold.parallel.flat_codes import FlatCodes
 from moefold.precision import operands
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.narrow_inputs import NarrowInputs
-from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights
+from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights, WgradAmaxes
 from moefold.precision.row_messages import NarrowRowCodec
 from moefold.prove.faults.parallel_faults import put, wrap
 
@@ -86,10 +86,12 @@ def token_blocks_over_two_experts() -> None:
     """Rows are padded at the end of all experts, and not behind each of them."""
 
     def make(wgrad: Callable[..., GradOperands]) -> Callable[..., GradOperands]:
-        def over_all(self: NarrowOperands, grad: Tensor, kept: Kept, rows: list[int] | None = None) -> GradOperands:
+        def over_all(
+            self: NarrowOperands, grad: Tensor, kept: Kept, amaxes: WgradAmaxes, rows: list[int] | None = None
+        ) -> GradOperands:
             if rows is None:
-                return wgrad(self, grad, kept, None)
-            narrow = wgrad(self, grad, kept, [sum(rows)])
+                return wgrad(self, grad, kept, amaxes, None)
+            narrow = wgrad(self, grad, kept, amaxes, [sum(rows)])
             return GradOperands(narrow.grad_TY[: sum(rows)], narrow.x_TX[: sum(rows)], rows)
 
         return over_all
@@ -101,13 +103,15 @@ def padding_in_the_amax() -> None:
     """Rows of padding hold what was in memory; their gradients are zero, so that only scales see them."""
 
     def make(wgrad: Callable[..., GradOperands]) -> Callable[..., GradOperands]:
-        def with_remains(self: NarrowOperands, grad: Tensor, kept: Kept, rows: list[int] | None = None) -> GradOperands:
+        def with_remains(
+            self: NarrowOperands, grad: Tensor, kept: Kept, amaxes: WgradAmaxes, rows: list[int] | None = None
+        ) -> GradOperands:
             grad_TY, x_TX = grad.flatten(0, -2), kept[0].flatten(0, -2)
             sizes = [len(grad_TY)] if rows is None else rows
             padded = aligned(sizes, self.align)
             is_real = move_rows(torch.ones_like(x_TX), sizes, padded) > 0
             x_TX = torch.where(is_real, move_rows(x_TX, sizes, padded), 1e4)
-            return wgrad(self, move_rows(grad_TY, sizes, padded), (x_TX,), None if rows is None else padded)
+            return wgrad(self, move_rows(grad_TY, sizes, padded), (x_TX,), amaxes, None if rows is None else padded)
 
         return with_remains
 

@@ -143,12 +143,14 @@ def gradients_of_the_neighbour() -> None:
 
 def gradient_added_twice_into_the_flat_buffer() -> None:
     def make(gradient_of: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        def now_and_again(ctx: Any, weight: nn.Parameter, gradient: Callable[[], Tensor | None]) -> Tensor | None:
-            found = gradient_of(ctx, weight, gradient)
+        def now_and_again(
+            ctx: Any, weight: nn.Parameter, read: Any, gradient_from: Callable[..., Any]
+        ) -> Tensor | None:
+            found = gradient_of(ctx, weight, read, gradient_from)
             if found is not None and weight.grad is not None:
                 weight.grad.add_(found)
             elif found is None and isinstance(ctx.policy, ParameterMatmul) and ctx.policy.adds_to(weight):
-                gradient()
+                gradient_from(ctx.policy.operands.wgrad_amaxes(*read))
             return found
 
         return now_and_again
