@@ -2,8 +2,8 @@
 
 A run's time is a sum of operations, and constants fitted to runs can hide that single operations are predicted wrongly,
 as long as the errors cancel. Here nothing can cancel: a matmul of one shape, an attention of one length, one exchange.
-The planner has one rate for all large matmuls, so what a shape does (few tiles, a short sum, a few rows per expert) is
-what these errors show.
+The shape is what the planner makes of it: a rate for all matmuls, bytes at the memory's rate, tiles that are filled in
+part. What else a shape does (few tiles for many processors, a short sum) is what these errors show.
 
     python -m benchmarks.microbenchmarks FOLDER       FOLDER has microbench.jsonl
 """
@@ -15,6 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
+from moefold.plan.op_costs import roofline
+from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, rates_of
 from moefold.plan.traffic import dispatch_bytes
@@ -70,24 +73,42 @@ def compared(measured: Measurement) -> Compared | None:
         return _exchange(measured)
     if form is None or "tflops" not in measured or "shape" not in measured:
         return None
-    shape = measured["shape"]
-    rates = rates_of(workload_on(gpu, form), CURRENT, float(shape.get("seq_len", 4096)))
-    rate, name = _rate(kind, shape, rates)
-    done = CAUSAL if kind.startswith("sdpa") else 1.0
-    return Compared(name, gpu, done * measured["tflops"] * 1e12 * rate - 1)
-
-
-def _rate(kind: str, shape: Measurement, rates: Rates) -> tuple[float, str]:
-    """Seconds per operation, and the kind with what matters of the shape."""
+    shape, workload = measured["shape"], workload_on(gpu, form)
+    rates, sizes = rates_of(workload, CURRENT, float(shape.get("seq_len", 4096))), sizes_of(workload)
     if kind == "gemm":
-        least = min(shape["m"], shape["n"], shape["k"])
-        return rates.gemm, f"matmul, every side at least {SMALL}" if least >= SMALL else f"matmul, a side below {SMALL}"
-    if kind == "grouped_gemm":
-        rows = "under" if shape["M"] < SMALL else "at least"
-        return rates.grouped, f"grouped GEMM, {rows} {SMALL} rows per expert"
-    if kind == "sdpa_fwd":
-        return rates.attention_forward, "attention, forward"
-    return rates.attention_backward, "attention, backward"
+        name, seconds_per_flop = _matmul(shape, sizes, rates)
+    elif kind == "grouped_gemm":
+        name, seconds_per_flop = _grouped(shape, sizes, rates)
+    elif kind == "sdpa_fwd":
+        name, seconds_per_flop = "attention, forward", CAUSAL * rates.attention_forward
+    else:
+        name, seconds_per_flop = "attention, backward", CAUSAL * rates.attention_backward
+    return Compared(name, gpu, measured["tflops"] * 1e12 * seconds_per_flop - 1)
+
+
+def _matmul(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]:
+    m, n, k = (float(shape[side]) for side in "mnk")
+    moved = shape.get("b", 1) * (2 * (m * k + k * n) + _out_bytes(shape) * m * n)
+    flops = 2.0 * shape.get("b", 1) * m * n * k
+    name = f"every side at least {SMALL}" if min(m, n, k) >= SMALL else f"a side below {SMALL}"
+    return f"matmul, {name}", rates.gemm * roofline(flops, moved, sizes) / flops
+
+
+def _grouped(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]:
+    """Of every expert as many rows: tiles are filled as far as that number fills them. Weight gradients are added up in
+    float32, or written."""
+    experts, m, n, k = (float(shape[side]) for side in ("ng", "M", "N", "K"))
+    sums = (8.0 if shape["accumulate"] == "True" else 4.0) if shape["stage"] == "bwd_grad_w" else 2.0
+    moved = experts * (2 * m * (n + k) + sums * n * k)
+    flops = 2.0 * experts * m * n * k
+    tiled = 2.0 * experts * ceil(m / sizes.tile) * sizes.tile * n * k
+    name = f"grouped GEMM, {'under' if m < SMALL else 'at least'} {SMALL} rows per expert"
+    return name, rates.grouped * roofline(tiled, moved, sizes) / flops
+
+
+def _out_bytes(shape: Measurement) -> float:
+    wide = 4.0 if shape.get("out_dtype") == "fp32" else 2.0
+    return 2 * wide if shape.get("accumulate") == "True" else wide
 
 
 def _exchange(measured: Measurement) -> Compared:

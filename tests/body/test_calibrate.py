@@ -13,7 +13,8 @@ from moefold.bench.single_rank import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, RE
 from moefold.blueprint.model_shape import Dense, Layer
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine
-from moefold.plan.op_costs import Sizes, parts_of
+from moefold.plan.op_costs import parts_of
+from moefold.plan.op_sizes import Sizes
 
 
 def test_rates_are_found_from_exact_times() -> None:

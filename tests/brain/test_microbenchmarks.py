@@ -5,22 +5,42 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.microbenchmarks import Measurement, compared, rows, workload_on
+from moefold.plan.op_costs import roofline
+from moefold.plan.op_sizes import sizes_of
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.throughput import rates_of
 
-RATES = rates_of(workload_on("B200"), CURRENT, 4096.0)
+WORKLOAD = workload_on("B200")
+RATES, SIZES = rates_of(WORKLOAD, CURRENT, 4096.0), sizes_of(WORKLOAD)
 
 
 def matmul(rate: float, **sides: int) -> Measurement:
-    """Measured at so many times the planner's rate."""
+    """Measured at so many times the planner's rate for this shape: operands and result are in bfloat16."""
     shape = {"m": 4096, "n": 4096, "k": 4096} | sides
-    return {"kind": "gemm", "gpu": "B200", "dtype": "bf16", "tflops": rate / RATES.gemm / 1e12, "shape": shape}
+    m, n, k = shape["m"], shape["n"], shape["k"]
+    flops = 2.0 * m * n * k
+    seconds = RATES.gemm * roofline(flops, 2.0 * (m * k + k * n + m * n), SIZES)
+    return {"kind": "gemm", "gpu": "B200", "dtype": "bf16", "tflops": rate * flops / seconds / 1e12, "shape": shape}
+
+
+def experts(rows: int) -> Measurement:
+    """The grouped GEMM of 8 experts, at the planner's rate for matmuls that fill tiles and wait for no bytes."""
+    shape = {"ng": 8, "M": rows, "N": 65536, "K": 65536, "stage": "fwd", "accumulate": "False"}
+    return {"kind": "grouped_gemm", "gpu": "B200", "dtype": "bf16", "tflops": 1 / RATES.grouped / 1e12, "shape": shape}
 
 
 def test_what_was_measured_slower_is_predicted_too_fast() -> None:
     fast, slow = compared(matmul(2.0)), compared(matmul(0.5, k=64))
     assert fast is not None and fast.error == pytest.approx(1.0) and "at least 512" in fast.kind
     assert slow is not None and slow.error == pytest.approx(-0.5) and "below 512" in slow.kind
+
+
+def test_rows_of_an_expert_fill_whole_tiles() -> None:
+    full, third = compared(experts(64 * SIZES.tile)), compared(experts(64 * SIZES.tile // 3))
+    assert full is not None and full.error == pytest.approx(0, abs=1e-3) and "at least 512" in full.kind
+    one_more = compared(experts(SIZES.tile + 1))
+    assert one_more is not None and third is not None
+    assert one_more.error > 0.9 > third.error and "under 512" in one_more.kind
 
 
 def test_attention_was_counted_over_the_whole_square() -> None:

@@ -14,6 +14,7 @@ from benchmarks.optimization_tables import (
     TABLES,
     Table,
     levels,
+    offloading,
     predictions,
     savings,
     section,
@@ -29,7 +30,10 @@ def test_the_page_has_the_tables_of_today() -> None:
 def test_every_step_is_predicted_to_help_or_cannot_be_seen(table: Table) -> None:
     found = predictions(table)
     for before, after in pairwise(found):
-        if after.row.published > before.row.published:
+        if after.row.name == "DeepEP":
+            # The page says so: it is predicted to lose a little where it gained a little.
+            assert 0.97 < after.throughput / before.throughput < 1
+        elif after.row.published > before.row.published:
             assert after.throughput >= before.throughput
 
 
@@ -49,7 +53,7 @@ def test_what_the_page_says_of_single_tables() -> None:
     deepep = [each.throughput for each in predictions(GB200) if each.row.name in ("DeepEP", "HybridEP")]
     router = predictions(GB200)[2].throughput
     others = predictions(GB200)[5].throughput / predictions(GB200)[3].throughput
-    assert round(100 * (deepep[0] / router * deepep[1] / (deepep[0] * others) - 1)) == 25
+    assert round(100 * (deepep[0] / router * deepep[1] / (deepep[0] * others) - 1)) == 18
     published = {row.name: row.published for row in GB200.rows}
     alone = published["DeepEP"] / published["router fused"]
     hybrid = published["HybridEP"] / published["CUDA graphs of the shared expert"]
@@ -60,8 +64,12 @@ def test_what_the_page_says_of_single_tables() -> None:
     assert round(100 * unseen / GB200.rows[0].published) == 48
     assert round(100 * (GB200.rows[-1].published / GB200.rows[0].published - 1)) == 96
     bf16, folded, fp8, both = predictions(FOLDING)
-    for first, second in ((bf16, folded), (fp8, both), (bf16, fp8)):
+    for first, second, within in ((bf16, folded, 0.04), (fp8, both, 0.04), (bf16, fp8, 0.08)):
         gain = second.throughput / first.throughput - second.row.published / first.row.published
-        assert abs(gain) < 0.04
-    assert all(0.7 < each.throughput / each.row.published < 0.85 for each in (bf16, folded, fp8, both))
+        assert abs(gain) < within
+    offloaded = next(
+        each.predicted for each in offloading() if "DeepSeek-V3" in each.name and "throughput" in each.name
+    )
+    assert round(offloaded, 3) == -0.003
+    assert all(0.75 < each.throughput / each.row.published < 0.85 for each in (bf16, folded, fp8, both))
     assert predictions(MEGASCALE)[1].throughput > 1.13

@@ -13,7 +13,7 @@ import pytest
 from moefold.cli.main import main
 from moefold.plan.published.assess import assess, calibrated, prediction_lines, rank_score, set_score, spearman
 from moefold.plan.published.error_page import REASONS, classes, error_page, reason_for, source_of
-from moefold.plan.published.fit import constants_of, fit, fitted_source, left_out
+from moefold.plan.published.fit import constants_of, fit, fitted_source, inside, left_out
 from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.timing.constants import CURRENT, MEANINGS
 from moefold.plan.timing.fitted import ANCHORS
@@ -209,6 +209,17 @@ def test_every_constant_is_described_and_near_what_is_possible() -> None:
         assert value > 0
         if any(word in meaning.name for word in shares):
             assert value < 1, meaning.name
+
+
+def test_a_constant_at_the_end_of_its_range_leaves_the_best_to_the_others() -> None:
+    """Against trying every point of a grid."""
+    left, right = np.array([[2.0, 1.0], [1.0, 3.0]]), np.array([4.0, 1.0])
+    low, high = np.array([-1.0, -1.0]), np.array([1.0, 1.0])
+    step = inside(left, right, low, high)
+    grid = [np.array([x, y]) for x in np.linspace(-1, 1, 201) for y in np.linspace(-1, 1, 201)]
+    best = min(grid, key=lambda point: point @ left @ point / 2 - right @ point)
+    assert step == pytest.approx(best, abs=0.006) and step[0] == 1.0
+    assert inside(left, right, low * 9, high * 9) == pytest.approx(np.linalg.solve(left, right))
 
 
 def test_the_longest_reason_wins() -> None:

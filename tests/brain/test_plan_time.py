@@ -13,7 +13,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import GPUS, cluster_of
-from moefold.plan.op_costs import head_of, sizes_of
+from moefold.plan.op_costs import head_of
+from moefold.plan.op_sizes import sizes_of
 from moefold.plan.predict import predict
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.layer_time import exposed_exchanges, hidden_in_chunks

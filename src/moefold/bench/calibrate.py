@@ -46,7 +46,8 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire
-from moefold.plan.op_costs import Part, Sizes, parts_of, sizes_of
+from moefold.plan.op_costs import Part, parts_of
+from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.stage_contents import stages_of_shape
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.step_time import stage_passes
@@ -87,8 +88,8 @@ def _sizes(dim: int, tokens: int, length: int, balance: float) -> Sizes:
     """Of one rank in float32, as `sizes_of` makes them for a machine."""
     return Sizes(
         dim=dim, seq_len=length, tokens=float(tokens), tp=1, ep=1, etp=1, imbalance=1.0, narrow=False,
-        operand_bytes=4.0, gradient_bytes=4.0, fused=False, exact=True, balance=balance,
-        word=4.0, tile=1, sharpness=1.0,
+        operand_bytes=4.0, gradient_bytes=4.0, fused=False, exact=True,
+        biases_apart=False, fused_experts=False, flash=True, balance=balance, word=4.0, tile=1, sharpness=1.0,
     )  # fmt: skip
 
 

@@ -13,17 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from moefold.blueprint.flops import core_flops
+from moefold.blueprint.flops import core_flops, flops_per_position
 from moefold.blueprint.matmuls import Matmul, layer_matmuls
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.blueprint.narrow_bytes import matmul_bits, sent_bytes
-from moefold.plan.workload import Workload
-
-# Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
-TILE = 128
-# Exponent of the smooth maximum of memory and arithmetic time: 4 adds 19 % where both are equal. In one thread, where
-# nothing overlaps, they add up.
-_SHARPNESS = 4.0
+from moefold.plan.op_sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,70 +59,7 @@ class Part:
     backward: Work
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What of a workload a layer's work depends on."""
-
-    dim: int
-    seq_len: int
-    tokens: float
-    tp: int
-    ep: int
-    etp: int
-    imbalance: float
-    narrow: bool
-    operand_bytes: float
-    gradient_bytes: float
-    fused: bool
-    exact: bool
-    # FLOPs that the GPU does while it fetches one byte.
-    balance: float
-    # Bytes of an element where matmuls are not narrow.
-    word: float = 2.0
-    # How much longer arithmetic takes that stays wide.
-    wide_slower: float = 1.0
-    tile: int = TILE
-    sharpness: float = _SHARPNESS
-
-
-def sizes_of(workload: Workload) -> Sizes:
-    gpu, bits = workload.cluster.gpu, matmul_bits(workload.casts)
-    peak, measured = gpu.matmul_units(bits)[1], workload.cluster.machine is not None
-    return Sizes(
-        dim=workload.model.dim,
-        seq_len=workload.run.data.seq_len,
-        tokens=workload.context_tokens,
-        tp=workload.parallel.tp,
-        ep=workload.parallel.ep,
-        etp=workload.parallel.etp,
-        imbalance=_imbalance(workload) * workload.row_padding,
-        narrow=bits < 16,
-        operand_bytes=sent_bytes(workload.casts, workload.word),
-        gradient_bytes=workload.gradient_bytes,
-        fused=workload.framework.compiled or workload.dispatcher in ("deepep", "hybridep"),
-        exact=workload.drops,
-        balance=peak / gpu.memory_tb_s,
-        wide_slower=peak / gpu.bf16_tflops,
-        word=workload.word,
-        tile=1 if measured else TILE,
-        sharpness=1.0 if measured else _SHARPNESS,
-    )
-
-
-def _imbalance(workload: Workload) -> float:
-    """Where ranks share cores, all get equal parts of them until those with less to do are done; then the busiest gets
-    a core to itself. So it makes up for some of what it has more."""
-    machine, ep, busiest = workload.cluster.machine, workload.parallel.ep, workload.busiest
-    if machine is None or busiest == 1.0:
-        return busiest
-    if ep == 1:
-        return 1.0
-    shared = max(1.0, machine.slowdown(workload.cluster.num_gpus))
-    others = max(0.0, ep - busiest) / (ep - 1)
-    return (busiest + others * (shared - 1)) / shared
-
-
-def _roofline(flops: float, moved: float, s: Sizes) -> float:
+def roofline(flops: float, moved: float, s: Sizes) -> float:
     """Arithmetic and fetching overlap, but not perfectly where they take equally long."""
     return float((flops**s.sharpness + (moved * s.balance) ** s.sharpness) ** (1 / s.sharpness))
 
@@ -184,7 +114,8 @@ def _local(matmul: Matmul, s: Sizes) -> tuple[Work, Work]:
     inner = matmul.inner / ways if matmul.sharded == "inner" else matmul.inner
     outer = max(matmul.least_outer, matmul.outer / ways) if matmul.sharded == "outer" else matmul.outer
     if matmul.experts:
-        return _grouped(s, _expert_rows(matmul.per_token, s), max(1.0, matmul.experts / s.ep), inner, outer)
+        experts = max(1.0, matmul.experts / s.ep)
+        return _grouped(s, _expert_rows(matmul.per_token, s), experts, inner, outer, down=matmul.sharded == "inner")
     # A replicated matrix sees this rank's tokens; MLA's keys and values are computed for all of them.
     every = matmul.sharded is not None or matmul.name == "kv_down"
     rows = s.tokens if every else s.tokens / s.tp
@@ -204,9 +135,9 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind; bytes take as long.
     slower = s.wide_slower if wide else 1.0
     flops *= slower
-    forward = _roofline(flops, operand * (x + w) + s.word * y, s)
+    forward = roofline(flops, operand * (x + w) + s.word * y, s)
     # The weight's gradient is added to a buffer: read and written.
-    backward = _roofline(flops, operand * (y + w) + s.word * x, s) + _roofline(
+    backward = roofline(flops, operand * (y + w) + s.word * x, s) + roofline(
         flops, operand * (x + y) + 2 * s.gradient_bytes * w, s
     )
     first, second = 1 + 2 * narrow, 2 + 2 * narrow
@@ -216,7 +147,7 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     )
 
 
-def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float) -> tuple[Work, Work]:
+def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float, *, down: bool) -> tuple[Work, Work]:
     """The same for the experts of a rank. Each expert's rows fill whole tiles, the last one in part, unless a
     capacity makes all row counts alike."""
     per_expert = rows / experts
@@ -224,14 +155,28 @@ def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float) 
     padded = experts * (per_expert + spare)
     flops = 2.0 * padded * inner * outer
     x, w, y = rows * inner, experts * inner * outer, rows * outer
-    forward = _roofline(flops, s.operand_bytes * (x + w) + s.word * y, s)
-    backward = _roofline(flops, s.operand_bytes * (y + w) + s.word * x, s) + _roofline(
+    forward = roofline(flops, s.operand_bytes * (x + w) + s.word * y, s)
+    backward = roofline(flops, s.operand_bytes * (y + w) + s.word * x, s) + roofline(
         flops, s.operand_bytes * (x + y) + 2 * s.gradient_bytes * w, s
     )
     loops = experts * (1 + 2 * s.narrow)
+    # What enters the second matmul, and the gradient of what the first one gives, come out of the activation.
+    ends = s.fused_experts and s.narrow
     return (
-        Work(grouped_flops=forward, quantised=x if s.narrow else 0.0, kernels=4, launches=2, loops=loops),
-        Work(grouped_flops=backward, quantised=y if s.narrow else 0.0, kernels=8, launches=4, loops=2 * loops),
+        Work(
+            grouped_flops=forward,
+            quantised=0.0 if not s.narrow or (ends and down) else x,
+            kernels=4,
+            launches=2,
+            loops=loops,
+        ),
+        Work(
+            grouped_flops=backward,
+            quantised=0.0 if not s.narrow or (ends and not down) else y,
+            kernels=8,
+            launches=4,
+            loops=2 * loops,
+        ),
     )
 
 
@@ -266,14 +211,33 @@ def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
         rotated = 2.0 * tokens * (heads + kv_heads) * a.qk_dim
         inward = [gemms[name] for name in ("q_down", "q_up", "q", "kv") if name in gemms]
         projections = [Part("qkv", *_sum(*inward, _moves(2 * rotated, 2 * rotated, 5)))]
-    flops = tokens / s.tp * core_flops(layer, s.seq_len)
+    flops = tokens / s.tp * (core_flops(layer, s.seq_len) + _cut_tiles(a, s))
     moved = 2.0 * tokens * (heads * (a.qk_dim + a.v_dim) + kv_heads * (a.qk_dim + a.v_dim))
+    if not s.flash:
+        return [*projections, Part("core_attention", *_unfused(a, s)), Part("attention_out", *gemms["out"])]
     core = Part(
         "core_attention",
         Work(attention_flops=flops, traffic=moved, kernels=2, launches=2),
         Work(attention_flops=2.5 * flops, traffic=2.5 * moved, kernels=4, launches=4),
     )
     return [*projections, core, Part("attention_out", *gemms["out"])]
+
+
+def _unfused(a: Attention, s: Sizes) -> tuple[Work, Work]:
+    """Two matmuls over the whole square, whose scores are written, read by the softmax and dropout, and read again: 11
+    bytes of a score forward and 19 backward."""
+    scores = s.tokens * a.heads / s.tp * s.seq_len
+    flops = 2.0 * scores * (a.qk_dim + a.v_dim)
+    return (
+        Work(gemm_flops=flops, traffic=11 * scores, kernels=5, launches=5),
+        Work(gemm_flops=2 * flops, traffic=19 * scores, kernels=8, launches=8),
+    )
+
+
+def _cut_tiles(a: Attention, s: Sizes) -> float:
+    """Beyond what a token attends to. Scores are computed in square tiles. A window cuts one in half at either end, as
+    the diagonal does in the runs that rates were measured on."""
+    return flops_per_position(a) * s.tile if 0 < a.window < s.seq_len - s.tile else 0.0
 
 
 def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
@@ -295,9 +259,12 @@ def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
 # ---- feed-forward parts ----
 
 
-def _activation(rows: float, dim: float, *, gated: bool) -> tuple[Work, Work]:
-    """Gate and up are read, the product is written; backward reads all three and writes two."""
+def _activation(rows: float, dim: float, *, gated: bool, fused: bool = False) -> tuple[Work, Work]:
+    """Gate and up are read, the product is written; backward reads all three and writes two. At the end of a matmul
+    what that one has made is not read again."""
     inputs = 2 if gated else 1
+    if fused:
+        return _moves(2.0 * rows * dim, 2.0 * rows * dim * 2 * inputs, 0)
     return _moves(2.0 * rows * dim * (inputs + 1), 2.0 * rows * dim * (2 * inputs + 2), 2)
 
 
@@ -323,8 +290,10 @@ def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
         Part("router", *router),
         Part("permutation", *permutation),
         Part("experts", *_sum(gemms["experts.gate_up"], gemms["experts.down"])),
-        Part("activation", *_activation(rows, m.dim / s.etp, gated=m.gated)),
+        Part("activation", *_activation(rows, m.dim / s.etp, gated=m.gated, fused=s.fused_experts)),
     ]
+    if m.biased:
+        parts.append(Part("biases", *_biases(m, rows, dim, s)))
     if m.latent:
         parts.append(Part("latent", *_sum(gemms["latent_down"], gemms["latent_up"])))
     if m.shared_hidden_dim:
@@ -332,6 +301,18 @@ def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
         activation = _activation(s.tokens, m.shared_hidden_dim / s.tp, gated=m.gated)
         parts.append(Part("shared_activation", *activation))
     return parts
+
+
+def _biases(m: MoE, rows: float, dim: float, s: Sizes) -> tuple[Work, Work]:
+    """The first is added by the grouped GEMM; its gradient is a sum of rows. The second is scaled by a row's weight.
+
+    Megatron Core adds it in a loop over experts (`TEGroupedMLP._apply_bias`): a product with float32 weights (4 bytes
+    written), a sum (6 read, 4 written), a concatenation (4 and 4), a cast (4 and 2). Backward goes the same way, and
+    sums the product's two gradients.
+    """
+    forward, backward, loops = (28.0, 40.0, max(1.0, m.experts / s.ep)) if s.biases_apart else (6.0, 8.0, 1.0)
+    first = 4.0 * rows * m.dim / s.etp
+    return _moving(forward * rows * dim, 3 * loops + 2), _moving(backward * rows * dim + first, 6 * loops + 2)
 
 
 def _norms(layer: Layer, s: Sizes) -> Part:

@@ -70,6 +70,8 @@ class Framework:
     gradient_overlap: bool = True
     # Rows of experts are kept in a pool of pages, so that graphs need no copies.
     paged_stash: bool = False
+    # Both matmuls of experts and what is between them are two kernels.
+    fused_experts: bool = False
 
 
 @dataclass(frozen=True)

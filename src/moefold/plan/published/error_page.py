@@ -64,8 +64,9 @@ def error_page(result: Assessment) -> str:
                 ),
                 "## The constants",
                 "Each is held to its prior, which microbenchmarks and data sheets suggest, by a spring of the given "
-                "spread (of its logarithm), and moved by the runs that speak about it.",
-                markdown_table(("constant", "value", "prior", "spread", "meaning"), _constants(result)),
+                "spread (of its logarithm), and moved by the runs that speak about it, inside of a range beyond which "
+                "it would stand for something else. One at an end of its range absorbs what no formula has.",
+                markdown_table(("constant", "value", "prior", "spread", "range", "meaning"), _constants(result)),
             )
         )
         + "\n"
@@ -262,7 +263,14 @@ def _worst(result: Assessment) -> list[tuple[str, str, str]]:
 
 def _constants(result: Assessment) -> list[tuple[str, ...]]:
     return [
-        (meaning.name, f"{exp(value):.3g}", f"{meaning.prior:.3g}", f"{meaning.spread:.2g}", meaning.text)
+        (
+            meaning.name,
+            f"{exp(value):.3g}",
+            f"{meaning.prior:.3g}",
+            f"{meaning.spread:.2g}",
+            f"{meaning.range[0]:g} to {meaning.range[1]:g}",
+            meaning.text,
+        )
         for meaning, value in zip(MEANINGS, result.fitted.theta)
     ]
 

@@ -36,6 +36,8 @@ _NUDGE = 0.03
 _SKEW = 0.16**2 / 2
 _PRIOR: Vector = np.log([meaning.prior for meaning in MEANINGS])
 _SPREAD: Vector = np.array([meaning.spread for meaning in MEANINGS])
+_LOW: Vector = np.log([meaning.range[0] for meaning in MEANINGS])
+_HIGH: Vector = np.log([meaning.range[1] for meaning in MEANINGS])
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,21 @@ def _step(here: Fit, points: Sequence[Point], kept: Vector) -> Vector:
         w = weight / np.sqrt(1 + (residual / _FAR) ** 2)
         left = here.slopes.T @ (w[:, None] * here.slopes) + springs
         right = -here.slopes.T @ (w * error) - (here.theta - _PRIOR) / _SPREAD**2
-        step = np.linalg.solve(left, right)
+        step = inside(left, right, _LOW - here.theta, _HIGH - here.theta)
+    return step
+
+
+def inside(left: NDArray[np.float64], right: Vector, low: Vector, high: Vector) -> Vector:
+    """The step, where constants that would leave their ranges stay at the end and the others make the best of it."""
+    free = np.ones(len(right), dtype=bool)
+    step = np.zeros_like(right)
+    while free.any():
+        step[free] = np.linalg.solve(left[np.ix_(free, free)], right[free] - left[np.ix_(free, ~free)] @ step[~free])
+        outside = free & ((step < low - 1e-12) | (step > high + 1e-12))
+        if not outside.any():
+            break
+        step[outside] = np.clip(step, low, high)[outside]
+        free &= ~outside
     return step
 
 

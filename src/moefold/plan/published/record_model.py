@@ -89,7 +89,13 @@ def _dense(model: Record) -> Dense:
 def _moe(model: Record) -> MoE:
     shared = model.get("shared_ffn") or 0
     return MoE(
-        model["experts"], model["topk"], model["moe_ffn"], shared, model.get("moe_latent") or 0, _is_gated(model)
+        model["experts"],
+        model["topk"],
+        model["moe_ffn"],
+        shared,
+        model.get("moe_latent") or 0,
+        _is_gated(model),
+        biased=bool(model.get("bias")),
     )
 
 
@@ -126,4 +132,5 @@ def _moe_config(moe: MoE, drops: bool) -> MoEConfig:
         capacity=CapacityConfig() if drops else None,
         shared_hidden_dim=moe.shared_hidden_dim,
         latent_dim=moe.latent or None,
+        expert_mlp_bias=moe.biased,
     )

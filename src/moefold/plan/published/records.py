@@ -67,10 +67,11 @@ _DISPATCHERS: dict[str, OwnDispatcher | PlannedDispatcherName] = {
     "allgather": "all_gather",
 }
 _READ = """activation_cpu_offload_layers activation_offload async_tp attention_backend compile cpu_offload_layers
-cross_entropy_fusion cuda_graph_impl cuda_graph_scope delay_wgrad dispatcher distributed_optimizer ep_overlap
-exp_avg_dtype fp8_param_gather fsdp grad_reduce_in_fp32 megatron_fsdp mock_data offload_modules optimizer
-optimizer_offload optimizer_state_offload overlap_grad_reduce paged_stash peft pp_layout pp_schedule
-precision_args recompute routing sequence_parallel system tp_comm_overlap"""
+cross_entropy_fusion cuda_graph_impl cuda_graph_scope cutedsl_fused_grouped_mlp delay_wgrad dispatcher
+distributed_optimizer ep_overlap exp_avg_dtype fp8_param_gather fsdp grad_reduce_in_fp32 megatron_fsdp
+mock_data offload_modules optimizer optimizer_offload optimizer_state_offload overlap_grad_reduce
+paged_stash peft pp_layout pp_schedule precision_args recompute routing sequence_parallel system
+tp_comm_overlap"""
 FLAGS_READ = frozenset(_READ.split())
 _SAID_ELSEWHERE = "another field of the record says it"
 _ONE_RATE = "kernels of this kind have one rate per GPU and format; too few runs have it to fit another"
@@ -89,7 +90,6 @@ FLAGS_IGNORED: Mapping[str, str] = {
     "p2p_overlap": "said of runs whose system says that overlaps are disabled, which is read",
     "overlap_param_gather": "goes with overlap_grad_reduce, which is read",
     "shared_expert_overlap": "the shared expert is planned as computed beside nothing; no record has it on",
-    "cutedsl_fused_grouped_mlp": _ONE_RATE,
     "fp8_attention": _ONE_RATE,
     "fp8_dot_product_attention": _ONE_RATE,
     "attn": _ONE_RATE,
@@ -304,6 +304,7 @@ def _framework(record: Record) -> Framework:
         gradient_overlap=flags.get("overlap_grad_reduce") is not False
         and "overlap paths disabled" not in str(flags.get("system")),
         paged_stash=bool(flags.get("paged_stash")),
+        fused_experts=bool(flags.get("cutedsl_fused_grouped_mlp")),
     )
 
 

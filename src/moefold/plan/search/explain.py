@@ -33,8 +33,8 @@ _OPTION_NAMES = {
     "expert_order": "order of experts' ranks",
 }
 # Standard deviation of log(predicted / measured) within a sweep of layouts of one model, cluster and batch: the median
-# of nine published sweeps by constants that had seen them, 0.04 to 0.29 for MoE models, 0.03 to 0.16 for dense ones.
-SWEEP_SPREAD = {"moe": 0.18, "dense": 0.085}
+# of nine published sweeps by constants that had seen them, 0.04 to 0.23 for MoE models, 0.03 to 0.19 for dense ones.
+SWEEP_SPREAD = {"moe": 0.16, "dense": 0.09}
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",
     "communication": "ranks wait for each other's data",

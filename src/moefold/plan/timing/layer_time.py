@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.blueprint.row_bounds import bounds_rows
-from moefold.config.memory import Recomputed, RetainedStep
-from moefold.config.precision import Graphs, GraphScope
 from moefold.plan.echo_cost import clone_seconds
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
-from moefold.plan.op_costs import Part, Sizes, Work, parts_of
+from moefold.plan.op_costs import Part, Work, parts_of
+from moefold.plan.op_sizes import Sizes
 from moefold.plan.timing.constants import Constants
+from moefold.plan.timing.launched_parts import Load, loads_of
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower, sms_taken
 from moefold.plan.traffic import (
     context_bytes,
@@ -29,53 +27,8 @@ from moefold.plan.traffic import (
 )
 from moefold.plan.workload import Workload
 
-# A kernel inside a recorded graph costs the host and the GPU this share of one outside.
-_GRAPHED = 0.06
+# A kernel inside a recorded graph loses this share of the gap before one outside.
 _GRAPHED_GAP = 0.5
-# Parts that a partial graph holds, by the names frameworks give them.
-_SCOPES: dict[GraphScope, frozenset[str]] = {
-    "attn": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out", "norms"}),
-    "mamba": frozenset({"scan_in", "scan", "scan_out"}),
-    "moe_router": frozenset({"router", "shared", "shared_activation", "latent"}),
-    "moe_preprocess": frozenset({"permutation"}),
-    "mlp": frozenset({"feed_forward", "dense_activation"}),
-}
-# moefold's router has no shared expert beside it; both are between exchanges.
-_SCOPES_MOEFOLD: dict[GraphScope, frozenset[str]] = _SCOPES | {
-    "moe_router": frozenset({"router"}),
-    "moe": frozenset({"permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
-}
-# What a recompute option runs forward once more.
-_AGAIN: dict[str, frozenset[str]] = {
-    "mla_up": frozenset({"mla_up"}),
-    "core_attention": frozenset({"core_attention"}),
-    "attention": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out"}),
-    "norms": frozenset({"norms"}),
-    "activation": frozenset({"activation", "shared_activation"}),
-    "feed_forward": frozenset({"feed_forward", "dense_activation"}),
-    "experts": frozenset({"router", "permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
-}
-# moefold's recomputation stops early: a phase's last matmul, and the routing that it keeps, run once.
-_AGAIN_MOEFOLD = _AGAIN | {
-    "attention": _AGAIN["attention"] - {"attention_out"},
-    "experts": frozenset({"experts", "activation", "shared", "shared_activation"}),
-}
-
-
-# What a discarded step (`memory.retain`) runs forward once more: parts, and which share of each. A norm is two of the
-# five passes over memory around one half of a block; of a feed-forward's matmuls the last is not needed again.
-_STEPS: dict[str, dict[str, float]] = {
-    "attention_norm": {"norms": 0.2},
-    "latent_norm": {"norms": 0.05},
-    "mla_up": {"mla_up": 1.0},
-    "core": {"core_attention": 1.0},
-    "feed_norm": {"norms": 0.2},
-    "rows": {"permutation": 0.3},
-    "gate_up": {"experts": 2 / 3},
-    "activation": {"activation": 1.0},
-    "shared": {"shared": 2 / 3, "shared_activation": 1.0},
-    "dense": {"feed_forward": 2 / 3, "dense_activation": 1.0},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,81 +83,6 @@ class Passes:
     @property
     def total(self) -> float:
         return self.forward.total + self.backward.total
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Work between two moments at which the host must wait for the GPU, and what of it the host launches itself."""
-
-    work: Work = field(default_factory=Work)
-    launches: float = 0.0
-    loops: float = 0.0
-
-    def plus(self, work: Work, share: float) -> Load:
-        return Load(self.work + work, self.launches + share * work.launches, self.loops + share * work.loops)
-
-
-class Launched(NamedTuple):
-    """What of a workload decides how often a part runs, and what of it the host launches itself."""
-
-    is_own: bool
-    recompute: frozenset[Recomputed]
-    graphs: Graphs
-    graph_scope: tuple[GraphScope, ...]
-    discarded: frozenset[RetainedStep] = frozenset()
-
-
-def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
-    kernels, discarded = workload.run.kernels, workload.retained("discard")
-    launched = Launched(workload.is_own, workload.recompute, kernels.graphs, kernels.graph_scope, discarded)
-    return loads(layer, sizes, launched)
-
-
-# What comes after the host knows how many rows travel.
-_AFTER_ROUTING = frozenset({"permutation", "experts", "activation", "latent"})
-
-
-@lru_cache(maxsize=100_000)
-def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, Load]:
-    """Forward up to the routing, forward from there, and backward with what is recomputed."""
-    again, steps = _recomputed(launched), _recomputed_steps(launched)
-    graphed = _graphed(launched)
-    full = "full" in launched.recompute
-    before = after = backward = Load()
-    for part in parts_of(layer, sizes):
-        share = 0.0 if launched.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
-        if part.name in _AFTER_ROUTING:
-            after = after.plus(part.forward, share)
-        else:
-            before = before.plus(part.forward, share)
-        work = part.backward
-        if full or part.name in again:
-            work += part.forward
-        elif part.name in steps:
-            work += part.forward.scaled(steps[part.name])
-        backward = backward.plus(work, share)
-    return before, after, backward
-
-
-def _recomputed(launched: Launched) -> frozenset[str]:
-    again = _AGAIN_MOEFOLD if launched.is_own else _AGAIN
-    return frozenset().union(*(again.get(name, frozenset()) for name in launched.recompute))
-
-
-def _recomputed_steps(launched: Launched) -> dict[str, float]:
-    """Shares of parts that discarded steps run again."""
-    found: dict[str, float] = {}
-    for step in launched.discarded:
-        for part, share in _STEPS[step].items():
-            found[part] = found.get(part, 0.0) + share
-    return found
-
-
-def _graphed(launched: Launched) -> frozenset[str]:
-    if launched.graphs != "partial":
-        return frozenset()
-    scopes = _SCOPES_MOEFOLD if launched.is_own else _SCOPES
-    return frozenset().union(*(scopes.get(name, frozenset()) for name in launched.graph_scope))
 
 
 _SHARED, _EXPERTS = ("shared", "shared_activation"), ("experts", "activation")
@@ -269,10 +147,22 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     taken = sms_taken(workload) if moe else 0.0
     gap = rates.gap * (_GRAPHED_GAP if workload.run.kernels.graphs == "full" else 1.0)
 
-    def one(load: Load, dispatches: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
+    def launched(load: Load) -> float:
+        return rates.launch * load.launches + rates.loop * load.loops
+
+    def one(
+        load: Load,
+        dispatches: float,
+        gathers: float,
+        rings: float,
+        *,
+        back: bool,
+        waits: float = 0.0,
+        lead: float = 0.0,
+    ) -> Seconds:
         compute = rates.compute(load.work, backward=back)
         moving = rates.moving(load.work) + gap * load.work.kernels
-        host = rates.launch * load.launches + rates.loop * load.loops
+        host = max(0.0, launched(load) - lead)
         expert, ring_time = dispatches * one_dispatch, gathers * tensor
         tensor_shown = exposed * ring_time
         if gathers and tp_chunks > 1:
@@ -301,30 +191,59 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         )
 
     if sync:
-        # After a sync the host has no lead over the GPU: launches from before the routing do not help after it.
-        forward = one(before, 0, 1, 1, back=False).plus(one(after, 2, 0, 0, back=False, waits=1))
+        # After a sync the host has no lead over the GPU: launches from before the routing do not help after it. What
+        # it gains while the experts compute is its lead in the next layer.
+        routed = one(after, 2, 0, 0, back=False, waits=1)
+        lead = max(0.0, routed.total - sync - launched(after))
+        forward = one(before, 0, 1, 1, back=False, lead=lead).plus(routed)
     else:
         together = Load(before.work + after.work, before.launches + after.launches, before.loops + after.loops)
         forward = one(together, 2, 1, 1, back=False)
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
+    return _with_copies(workload, layer, bounded(passes) if workload.ep_overlap else passes, c)
+
+
+def _with_copies(workload: Workload, layer: Layer, passes: Passes, c: Constants) -> Passes:
+    """And what is not between the layer's own operations: clones of experts, offloaded steps, sharded parameters."""
+    moe = layer.feed if isinstance(layer.feed, MoE) else None
+    repeated = "full" in workload.recompute or "experts" in workload.recompute
     if clones := clone_seconds(workload, moe, c):
         sent, back = Seconds(expert=clones), Seconds(expert=(1 + repeated) * clones)
         passes = Passes(passes.forward.plus(sent), passes.backward.plus(back))
-    if workload.retained("offload"):
+    if workload.retained("offload") or workload.run.memory.offload:
         passes = _with_offload(workload, layer, passes)
     return _with_sharding(workload, layer, passes, c) if shards_by_layer(workload) else passes
 
 
+def bounded(passes: Passes) -> Passes:
+    """Exchanges of one microbatch are hidden by another's work, and not by more than there is of it."""
+    forward, backward = passes.forward, passes.backward
+    hidden = forward.hidden_expert + backward.hidden_expert
+    beside = forward.compute + forward.moving + backward.compute + backward.moving
+    if hidden <= beside:
+        return passes
+
+    def one(pass_: Seconds) -> Seconds:
+        shown = pass_.hidden_expert * (1 - beside / hidden)
+        return pass_.plus(Seconds(expert=shown, hidden_expert=-shown))
+
+    return Passes(one(forward), one(backward))
+
+
 def _with_offload(workload: Workload, layer: Layer, passes: Passes) -> Passes:
-    """Offloaded steps leave during the layer's forward and return during the backward of the layer after it."""
+    """Offloaded steps leave during the layer's forward and return during the backward of the layer after it. A copy
+    takes as much of the device's memory bandwidth from what runs beside it as the link has."""
     sent = kept_by(layer, workload.model.dim, setting_of(workload)).away * workload.context_tokens
-    seconds = sent / (workload.cluster.gpu.host_gb_s * 1e9)
+    gpu = workload.cluster.gpu
+    seconds = sent / (gpu.host_gb_s * 1e9)
+    taken = gpu.host_gb_s / (1e3 * gpu.memory_tb_s)
 
     def one(pass_: Seconds) -> Seconds:
         shown = max(0.0, seconds - pass_.total)
-        return pass_.plus(Seconds(offload=shown, hidden_offload=seconds - shown))
+        hidden = seconds - shown
+        return pass_.plus(Seconds(moving=taken * hidden, offload=shown, hidden_offload=hidden))
 
     return Passes(one(passes.forward), one(passes.backward))
 
@@ -389,7 +308,9 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     )
 
     def one(seconds: Seconds, moved: float) -> Seconds:
-        shown = slower(seconds.total, moved) - seconds.total + c.contention * min(moved, seconds.total)
+        # What runs beside them is slower for it.
+        beside = seconds.total + c.contention * min(moved, seconds.total)
+        shown = slower(beside, moved) - seconds.total
         return seconds.plus(Seconds(sharded=shown, hidden_sharded=max(0.0, moved - shown)))
 
     return Passes(one(passes.forward, gather), one(passes.backward, gather + scatter))

@@ -18,8 +18,9 @@ from __future__ import annotations
 from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
-from moefold.plan.op_costs import Sizes
-from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads_of
+from moefold.plan.op_sizes import Sizes
+from moefold.plan.timing.launched_parts import Load, loads_of
+from moefold.plan.timing.layer_time import Passes, Seconds
 from moefold.plan.timing.throughput import Rates
 from moefold.plan.traffic import context_bytes, dispatch_bytes, stage_bytes, tensor_bytes
 from moefold.plan.workload import Workload

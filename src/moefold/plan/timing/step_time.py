@@ -26,7 +26,8 @@ from moefold.blueprint.parameters import parameters
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
 from moefold.hardware.machine import Machine
-from moefold.plan.op_costs import Sizes, embedding_of, head_of, join_of, sizes_of
+from moefold.plan.op_costs import embedding_of, head_of, join_of
+from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.prediction import TimeLine, TimePrediction
 from moefold.plan.stage_contents import StageContents, Stages, stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT, Constants
@@ -72,14 +73,14 @@ def optimizer_seconds(workload: Workload, rates: Rates, updated: float, held: fl
     if not workload.is_own:
         if place == "cpu":
             return updated * ((4.0 + workload.weight_bytes) / link + TRAFFIC_BYTES / (CPU_GB_S * 1e9))
-        return updated * 16.0 / link if place == "host" else (updated * TRAFFIC_BYTES + held * 4.0) * rates.traffic
+        return updated * 16.0 / link if place == "host" else (updated * TRAFFIC_BYTES + held * 4.0) * rates.stream
     states = workload.moments_bytes + (workload.master_bytes or workload.weight_bytes)
     moved = TRAFFIC_BYTES - 2 * (STATE_BYTES - states)
-    cleared = held * 4.0 * rates.traffic
+    cleared = held * 4.0 * rates.stream
     if place == "cpu":
         sent = updated * max(workload.gradient_bytes, workload.gather_bytes) / link
         return sent + updated * moved / (CPU_GB_S * 1e9) + cleared
-    update = updated * moved * rates.traffic + cleared
+    update = updated * moved * rates.stream + cleared
     if place == "host":
         # Muon's matrices have one moment.
         moments = workload.moment_bytes if workload.run.optim.algorithm == "muon" else workload.moments_bytes

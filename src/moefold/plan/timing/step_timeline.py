@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.plan.op_costs import sizes_of
+from moefold.plan.op_sizes import sizes_of
 from moefold.plan.stage_contents import stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.layer_time import Passes, Seconds

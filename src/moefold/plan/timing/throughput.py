@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
+from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.config.casts import Cast
 from moefold.errors import ConfigError, Problem
@@ -24,7 +25,7 @@ from moefold.hardware.cluster import Cluster
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
-from moefold.plan.traffic import DispatchBytes, Reach, expert_reach
+from moefold.plan.traffic import DispatchBytes, Reach, distinct, expert_reach
 from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
@@ -34,6 +35,8 @@ _H100 = 989 / 700
 _USUAL = {"sm80": 312 / 400, "sm90": _H100, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
 # Exponent of the smooth maximum of GPU and host time; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
+# Attention rates are of heads of so many dimensions.
+_HEAD = 128
 # Frameworks that have a constant of their own: their time against Megatron's.
 _FACTORS = ("fsdp2", "deepspeed", "jax")
 _TODAY = 2026.0
@@ -51,6 +54,8 @@ class Rates:
     attention_backward: float
     scan: float
     traffic: float
+    # The same where buffers are long: an optimizer's update.
+    stream: float
     gap: float
     launch: float
     loop: float
@@ -86,6 +91,7 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
     # Measured attention rates are alike shares of the peak on the usual GPU of each architecture; a GPU that has
     # fewer watts for the same arithmetic is slower. The newest GPUs have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
+    gain *= _head_gain(workload, c)
     gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
     if workload.framework.name == "fsdp2":
         # torch's ring attention runs its steps one by one and merges them in eager mode.
@@ -102,10 +108,17 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
         attention_backward=attention / c.attention_backward,
         scan=factor / (gpu.bf16_tflops * 1e12 * c.scan),
         traffic=fused / bandwidth,
+        stream=1 / (gpu.memory_tb_s * 1e12 * c.stream),
         gap=c.gap_us * 1e-6,
         launch=c.launch_us * host,
         loop=c.loop_us * host,
     )
+
+
+def _head_gain(workload: Workload, c: Constants) -> float:
+    """Exponentials and rescaling cost as much for a narrow head as for a wide one, and it has fewer FLOPs."""
+    dims = [layer.mixer.qk_dim for layer in workload.model.layers if isinstance(layer.mixer, Attention)]
+    return float(min(1.0, min(dims, default=_HEAD) / _HEAD) ** c.attention_narrow)
 
 
 def _check_measured(workload: Workload) -> None:
@@ -136,6 +149,7 @@ def measured_rates(machine: Machine) -> Rates:
         attention_backward=1 / (machine.attention_backward_gflops * 1e9),
         scan=gemm,
         traffic=1 / (machine.traffic_gb_s * 1e9),
+        stream=1 / (machine.traffic_gb_s * 1e9),
         gap=machine.operation_us * 1e-6,
         launch=0.0,
         loop=machine.expert_us * 1e-6,
@@ -154,9 +168,9 @@ def conversion_passes(cast: Cast | None) -> float:
 
 
 def _matmul_seconds(workload: Workload, c: Constants) -> float:
-    """Seconds per FLOP of a large matmul. GPUs with more arithmetic per watt sustain less of it."""
+    """Seconds per FLOP of a large matmul. GPUs with more arithmetic per watt than H100 sustain less of it."""
     gpu = workload.cluster.gpu
-    share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
+    share = min(1.0, float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power))
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
     bits, tflops = gpu.matmul_units(matmul_bits(workload.casts))
     if bits == 8 and gpu.architecture.startswith("sm10"):
@@ -204,10 +218,11 @@ def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
 
 
 # DeepEP was written for 8 ranks that share fast links. Among 32 GPUs of a rack its dispatch reaches 400 GB/s and its
-# combine 190 (guide for DeepSeek-V3 on GB200, section 2.2.1; 470 MB of rows), where HybridEP takes 612 and 646 us
-# (report of Megatron Core, table 7).
+# combine 190 (guide for DeepSeek-V3 on GB200, section 2.2.1), of rows that each rank gets once; HybridEP takes 612 and
+# 646 us for the same (report of Megatron Core, table 7).
 DEEPEP_PEERS = 8
-DEEPEP_IN_RACKS = (612 + 646) / (470e3 / 400 + 470e3 / 190)
+_ROWS_US = 4096 * distinct(32, 8) * 7168 * 2 / 1e3
+DEEPEP_IN_RACKS = (612 + 646) / (_ROWS_US / 400 + _ROWS_US / 190)
 
 
 def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> float:

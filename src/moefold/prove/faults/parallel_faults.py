@@ -28,7 +28,7 @@ from moefold.attention.core import Rotary
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
-from moefold.comm.message_codecs import RowCodec
+from moefold.comm.message_codecs import RowCodec, SumFormat
 from moefold.comm.process_groups import Group
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.all_gather import AllGatherDispatcher
@@ -194,7 +194,11 @@ def prob_gradient_lost() -> None:
 
 def gathered_probs_gradient_not_summed() -> None:
     def gather(
-        rows: Tensor, sizes: tuple[int, ...], group: Group, dtype: Any = None, codec: RowCodec | None = None
+        rows: Tensor,
+        sizes: tuple[int, ...],
+        group: Group,
+        dtype: SumFormat | None = None,
+        codec: RowCodec | None = None,
     ) -> Tensor:
         return (
             all_gather_replicated(rows, sizes, group)

@@ -144,7 +144,10 @@ def gradients_of_the_neighbour() -> None:
 def gradient_added_twice_into_the_flat_buffer() -> None:
     def make(gradient_of: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
         def now_and_again(
-            ctx: Any, weight: nn.Parameter, read: Any, gradient_from: Callable[..., Any]
+            ctx: Any,
+            weight: nn.Parameter,
+            read: tuple[Tensor, tuple[Tensor, ...], list[int] | None],
+            gradient_from: Callable[..., Tensor | None],
         ) -> Tensor | None:
             found = gradient_of(ctx, weight, read, gradient_from)
             if found is not None and weight.grad is not None:

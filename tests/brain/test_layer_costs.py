@@ -1,0 +1,200 @@
+"""Parts of a layer that few models have, and what waits for what: each against its own count, or a timeline by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from moefold.blueprint.model_shape import Attention, Layer, MoE
+from moefold.config.data import DataConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.hardware.cluster import cluster_of
+from moefold.plan.op_costs import Part, Work, parts_of
+from moefold.plan.op_sizes import Sizes, sizes_of
+from moefold.plan.timing.constants import CURRENT, MEANINGS, Constants
+from moefold.plan.timing.layer_time import Passes, Seconds, bounded, layer_passes
+from moefold.plan.timing.throughput import rates_of
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed, in_format
+from moefold.recipes.catalog import recipe
+
+
+def workload(model: str, ep: int = 8, form: str = "bfloat16", **framework: bool) -> Workload:
+    run = RunConfig(
+        model=recipe(model).model,
+        parallel=ParallelConfig(ep=ep, sharding="zero1"),
+        precision=in_format(MEGATRON_PRECISION, form),  # type: ignore[arg-type]
+        data=DataConfig(4096, 64),
+    )
+    return Workload(run, cluster_of("H100", 64), Framework("megatron", date=2026.0, **framework))
+
+
+def part(layer: Layer, sizes: Sizes, name: str) -> Part | None:
+    return next((each for each in parts_of(layer, sizes) if each.name == name), None)
+
+
+def traffic(layer: Layer, sizes: Sizes, name: str) -> tuple[float, float]:
+    found = part(layer, sizes, name)
+    return (found.forward.traffic, found.backward.traffic) if found else (0.0, 0.0)
+
+
+# ---- parts ----
+
+
+def test_second_biases_of_experts_are_counted_tensor_by_tensor() -> None:
+    """The loop over experts, as tensors of one row: product and sum in float32, a concatenation, a cast."""
+    at = workload("gpt_oss_120b")
+    layer = at.model.layers[0]
+    assert isinstance(layer.feed, MoE) and layer.feed.biased
+    product, summed, joined, cast = (0, 4), (2 + 4, 4), (4, 4), (4, 2)
+    forward = sum(sum(pair) for pair in (product, summed, joined, cast))
+    to_wide, to_narrow, pieces = (2, 4), (4, 2), (2, 2)
+    # The product's gradient, times what the other factor is, and its sum: for the bias, and for the row's weight.
+    of_bias, of_weight = (4, 4, 4), (4, 4, 4)
+    backward = sum(sum(each) for each in (to_wide, to_narrow, pieces, of_bias, of_weight))
+    rows = 4096 * layer.feed.top_k
+    found = traffic(layer, sizes_of(at), "biases")
+    first = 4.0 * rows * layer.feed.dim
+    assert found == pytest.approx((forward * rows * at.model.dim, backward * rows * at.model.dim + first))
+
+
+def test_no_loop_over_experts_is_in_a_graph_of_the_whole_step() -> None:
+    at = workload("gpt_oss_120b")
+    whole = replace(at, run=replace(at.run, kernels=replace(at.run.kernels, graphs="full")))
+    layer = at.model.layers[0]
+    looped, fused = traffic(layer, sizes_of(at), "biases"), traffic(layer, sizes_of(whole), "biases")
+    assert fused[0] < looped[0] / 4 and fused[1] < looped[1] / 3
+    assert part(workload("qwen3_30b_a3b").model.layers[0], sizes_of(at), "biases") is None
+
+
+def test_a_window_computes_the_tiles_at_both_of_its_ends() -> None:
+    """Against tiles that are looked at one by one."""
+    at = workload("gpt_oss_120b")
+    sizes = sizes_of(at)
+    windowed = next(layer for layer in at.model.layers if isinstance(layer.mixer, Attention) and layer.mixer.window)
+    assert isinstance(windowed.mixer, Attention)
+    window, tile, length = windowed.mixer.window, sizes.tile, sizes.seq_len
+    starts = range(0, length, tile)
+    seen = [key for query in starts for key in starts if key <= query and key + tile > query - window + 1]
+    per_token = len(seen) * tile * tile / length
+    core = part(windowed, sizes, "core_attention")
+    assert core is not None
+    each = 2.0 * windowed.mixer.heads * (windowed.mixer.qk_dim + windowed.mixer.v_dim)
+    assert core.forward.attention_flops / sizes.tokens == pytest.approx(each * per_token, rel=0.03)
+
+
+def test_unfused_attention_moves_its_scores() -> None:
+    at = workload("mixtral_8x7b", flash=False)
+    layer = at.model.layers[0]
+    core, flash = (
+        part(layer, sizes_of(at), "core_attention"),
+        part(layer, sizes_of(workload("mixtral_8x7b")), "core_attention"),
+    )
+    assert core is not None and flash is not None and isinstance(layer.mixer, Attention)
+    scores = 4096.0 * 4096 * layer.mixer.heads
+    # Written as words by a matmul and read by the next; softmax and dropout read and write them, and a mask of a byte.
+    assert core.forward.traffic == pytest.approx((2 + 2 + 2 + 2 + 2 + 1) * scores)
+    # The whole square, of which a causal kernel computes half.
+    assert core.forward.gemm_flops == pytest.approx(2 * flash.forward.attention_flops)
+    assert core.forward.attention_flops == 0
+
+
+def test_an_activation_at_the_end_of_a_matmul_reads_nothing_again() -> None:
+    for form in ("bfloat16", "mxfp8"):
+        apart, fused = (sizes_of(workload("qwen3_30b_a3b", form=form, fused_experts=on)) for on in (False, True))
+        layer = recipe_layer()
+        before, after = traffic(layer, apart, "activation"), traffic(layer, fused, "activation")
+        assert (after[0] / before[0], after[1] / before[1]) == pytest.approx((1 / 3, 4 / 6))
+        experts, ended = part(layer, apart, "experts"), part(layer, fused, "experts")
+        assert experts is not None and ended is not None
+        assert ended.forward.grouped_flops == experts.forward.grouped_flops
+        assert ended.forward.quantised < experts.forward.quantised or form == "bfloat16"
+
+
+def recipe_layer() -> Layer:
+    return workload("qwen3_30b_a3b").model.layers[0]
+
+
+def test_narrow_heads_attend_at_a_lower_rate() -> None:
+    wide, narrow = (rates_of(workload(name), CURRENT, 4096.0) for name in ("qwen3_30b_a3b", "gpt_oss_120b"))
+    assert narrow.attention_forward / wide.attention_forward == pytest.approx(2**CURRENT.attention_narrow)
+    assert narrow.gemm == wide.gemm
+
+
+# ---- what waits for what ----
+
+
+def test_hidden_exchanges_are_no_longer_than_the_work_beside_them() -> None:
+    short = Passes(
+        Seconds(compute=1.0, expert=0.1, hidden_expert=4.0), Seconds(compute=2.0, expert=0.1, hidden_expert=2.0)
+    )
+    found = bounded(short)
+    assert found.forward.hidden_expert + found.backward.hidden_expert == pytest.approx(3.0)
+    assert found.total == pytest.approx(short.total + 3.0)
+    long = Passes(Seconds(compute=3.0, hidden_expert=1.0), Seconds(compute=3.0, hidden_expert=1.0))
+    assert bounded(long) is long
+
+
+def waiting(c: Constants, **changes: float) -> Constants:
+    values = {meaning.name: value for meaning, value in zip(MEANINGS, c.values, strict=True)} | changes
+    return Constants(tuple(values.values()))
+
+
+def host_and_gpu(host: list[float], gpu: list[float]) -> float:
+    """When the GPU is done with pieces that the host launches one after the other, each launched before it runs."""
+    launched = done = 0.0
+    for here, there in zip(host, gpu, strict=True):
+        launched += here
+        done = max(done + there, launched)
+    return done
+
+
+@pytest.mark.parametrize("launch_us", [5.0, 20.0, 45.0, 90.0])
+def test_what_the_host_gains_while_experts_compute_is_its_lead_in_the_next_layer(launch_us: float) -> None:
+    """Forward of a layer from sync to sync, against two queues by hand. Both are rounded off where they are close."""
+    at = workload("mixtral_8x22b")
+    layer, sizes, c = at.model.layers[-1], sizes_of(at), waiting(CURRENT, launch_us=launch_us, sync_us=1e-3)
+    found = layer_passes(at, layer, sizes, rates_of(at, c, 4096.0), c).forward
+    free = waiting(CURRENT, launch_us=1e-9, loop_us=1e-9, launch_grace=1e-9, sync_us=1e-3)
+    rates = rates_of(at, c, 4096.0)
+    routed = {"permutation", "experts", "activation"}
+    gpu, host = [0.0, 0.0], [0.0, 0.0]
+    for each in parts_of(layer, sizes):
+        place = 0 if each.name in routed else 1
+        gpu[place] += (
+            rates.compute(each.forward, backward=False) + rates.moving(each.forward) + rates.gap * each.forward.kernels
+        )
+        host[place] += rates.launch * each.forward.launches + rates.loop * each.forward.loops
+    gpu[0] += found.expert
+    by_hand = host_and_gpu(host, gpu)
+    assert by_hand <= found.total * 1.0001 <= 1.2 * by_hand * 1.0001
+    assert layer_passes(at, layer, sizes, rates_of(at, free, 4096.0), free).forward.total <= found.total
+
+
+def test_what_slows_down_beside_gathers_is_hidden_with_them() -> None:
+    """Parameters that take longer to come than the layer takes to compute are all that counts."""
+    at = workload("mixtral_8x22b", ep=8)
+    sharded = changed(at, parallel={"sharding": "fsdp"})
+    layer, sizes = at.model.layers[-1], sizes_of(sharded)
+    slow = replace(sharded, cluster=replace(sharded.cluster, nic_gb_s=sharded.cluster.nic_gb_s / 50))
+    more, less = (waiting(CURRENT, contention=value) for value in (0.4, 0.1))
+    long, short = (layer_passes(slow, layer, sizes, rates_of(slow, c, 4096.0), c).total for c in (more, less))
+    assert long == pytest.approx(short, rel=0.01)
+
+
+# ---- constants ----
+
+
+def test_constants_are_inside_of_what_was_measured_alone() -> None:
+    for meaning, value in zip(MEANINGS, CURRENT.values, strict=True):
+        low, high = meaning.range
+        assert low <= value <= high, f"{meaning.name} is {value:.4g}: {low:g} to {high:g} were measured"
+        assert low <= meaning.prior <= high, meaning.name
+
+
+def test_random_numbers_of_work_add_up() -> None:
+    random = Random(0)
+    one, other = (Work(*(random.random() for _ in Work.__slots__)) for _ in range(2))
+    assert one + other == other + one
