@@ -24,7 +24,7 @@ from moefold.plan.memory.in_flight import moments, moments_reference
 from moefold.plan.memory.layer_activations import kept_by, rows_of
 from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.memory.saved_activations import setting_of
-from moefold.plan.memory.saving_steps import savings
+from moefold.plan.memory.saving_steps import offered, savings
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.stage_contents import BALANCED, contents_of
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
@@ -262,3 +262,13 @@ def test_nothing_is_offered_that_the_program_does_not_have() -> None:
     assert not any("fp8" in name for name in names)
     # Steps inside of the phase that is recomputed have no choice of their own.
     assert not any("core" in name or "latent" in name for name in names) and any("rows" in name for name in names)
+
+
+@pytest.mark.parametrize("optim", [{"algorithm": "muon"}, {"qk_clip": 100.0}])
+def test_states_that_only_adam_has_are_offered_to_adam(optim: dict[str, object]) -> None:
+    """What is offered passes the checks; Muon's momentum is no moment, and a scaled weight needs all of its digits."""
+    own = changed(replace(TABLE_3, framework=Framework()), parallel={"sharding": "flat"})
+    other = replace(own, run=replace(own.run, optim=replace(own.run.optim, **optim)))  # type: ignore[arg-type]
+    plain, found = ({step.name for step in offered(each)} for each in (own, other))
+    assert {"remainder", "moments_bf16"} <= plain and "remainder" not in found
+    assert ("moments_bf16" in found) == ("algorithm" not in optim)

@@ -75,8 +75,15 @@ def _has_attention(layer: Layer) -> bool:
 
 
 def _has_masters(workload: Workload) -> bool:
-    """Sharded main weights of float32 beside weights of bfloat16."""
-    return workload.is_flat and workload.master_bytes == 4 and workload.gather_bytes == 2
+    """Sharded main weights of float32 beside weights of bfloat16, which Adam updates and nobody scales."""
+    narrowed = workload.is_flat and workload.master_bytes == 4 and workload.gather_bytes == 2
+    return narrowed and _is_adam(workload) and workload.run.optim.qk_clip is None
+
+
+def _is_adam(workload: Workload) -> bool:
+    """Muon's momentum is kept in the format of the weights."""
+    optim = workload.run.optim
+    return "muon" not in {optim.algorithm, *(group.algorithm for group in optim.groups)}
 
 
 def _takes_rows_as_they_are(workload: Workload) -> bool:
@@ -119,7 +126,7 @@ STEPS: tuple[SavingStep, ...] = (
         "moments_bf16",
         "moments in bfloat16, rounded stochastically",
         frozenset({"precision.moments=bfloat16", "precision.moments_rounding=stochastic"}),
-        lambda workload: workload.moment_bytes > 2,
+        lambda workload: workload.moment_bytes > 2 and _is_adam(workload),
         exact=False,
     ),
 )
