@@ -13,6 +13,7 @@ from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.prediction import TimeLine
 from moefold.plan.report.side_by_side import Comparison, compare, comparison_data, verdict
+from moefold.plan.search.explain import SWEEP_SPREAD
 from moefold.plan.search.proposal import Question
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import workload_of_run
@@ -54,7 +55,7 @@ def test_the_verdict_names_the_faster_one_its_causes_and_the_planners_error(foun
     # Sharded parameters are partly hidden, so they are told whole.
     assert "in sharded parameters (" in words and "in all)" in words
     assert "A has pp 1 instead of 2, ep 8 instead of 32" in words
-    assert "within the planner's error" in words and "18%" in words
+    assert "within the planner's error" in words and f"{SWEEP_SPREAD['moe']:.0%}" in words
     swapped = replace(found, proposals=found.proposals[::-1])
     assert verdict(swapped).startswith("A is ") and "faster than B" in verdict(swapped)
     same = replace(found, proposals=(found.proposals[0],) * 2)
@@ -62,7 +63,7 @@ def test_the_verdict_names_the_faster_one_its_causes_and_the_planners_error(foun
     chosen = found.proposals[0].chosen
     slow = replace(chosen, time=replace(chosen.time, step_seconds=3 * first), memory=replace(chosen.memory, capacity=1))
     far = replace(found, proposals=(replace(found.proposals[0], chosen=slow), found.proposals[1]))
-    assert "more than the 18%" in verdict(far) and "A does not fit" in verdict(far)
+    assert f"more than the {SWEEP_SPREAD['moe']:.0%}" in verdict(far) and "A does not fit" in verdict(far)
 
 
 def test_what_is_wrong_with_both_plans_is_said_at_once() -> None:

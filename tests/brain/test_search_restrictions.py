@@ -13,7 +13,7 @@ from math import inf
 import pytest
 from tests.brain.test_plan_search import job_for
 from tests.marks import slow_except
-from tests.search_restrictions import Place, asked, best_of, lost, missed
+from tests.search_restrictions import Place, asked, best_anywhere, best_of, lost, missed
 
 from moefold.config.parallel import Sharding
 from moefold.plan.search.candidates import (
@@ -148,3 +148,18 @@ def test_a_batch_that_divides_badly_is_said_and_headroom_kept() -> None:
     better = propose(replace(question, run=replace(run, data=replace(run.data, global_batch=1024))))
     assert better.batch is None
     assert better.chosen.tokens_per_second_per_gpu >= advice.tokens_per_second_per_gpu * (1 - 0.04)
+
+
+# The first: eight experts a rank, which the host converts one by one, so that bfloat16 is faster, in a grid that the
+# first format takes for a slow one. The second: one saving in the place of another.
+ONCE_LOST = [
+    (Place("qwen3_30b_a3b", "GB200", 8, 512, "megatron"), {"format": ("bfloat16",)}),
+    (Place("qwen3_30b_a3b", "H100", 32, 256, "moefold"), {"ep": (1, 2, 16, 32)}),
+]
+
+
+@pytest.mark.parametrize(("place", "part"), ONCE_LOST, ids=["another format", "another saving"])
+def test_what_searches_once_lost_is_found(place: Place, part: dict[str, object]) -> None:
+    template, space = asked(place)
+    whole, inside = best_anywhere(place), best_of(template, replace(space, **part))  # type: ignore[arg-type]
+    assert whole is not None and inside is not None and whole.seconds <= inside.seconds * (1 + 1e-9)

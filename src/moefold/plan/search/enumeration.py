@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from moefold.config.parallel import Sharding
+from moefold.plan.memory.saving_steps import Savings
 from moefold.plan.search.candidates import dense_sizes, expert_sizes, why_illegal
 from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
 from moefold.plan.workload import Dispatcher
@@ -127,8 +128,7 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for step in space.savings[1:]:
         # One more, or one less.
         less = choice.savings - (step - space.savings[0])
-        # What changes numbers is not worth its speed alone.
-        if less != choice.savings or not any(entry.startswith("precision.moments=") for entry in step):
+        if less != choice.savings or not _rounds(step):
             yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
     for pp in space.pp:
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
@@ -142,6 +142,22 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for overlap in space.ep_overlap:
         for delay in space.delay_wgrad:
             yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)
+
+
+def swaps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """Legal candidates that save one thing in the place of another that changes no numbers."""
+    steps = [(step, step - space.savings[0]) for step in space.savings[1:]]
+    for _, one in steps:
+        for other, entries in steps:
+            if one <= choice.savings and not entries <= choice.savings and not _rounds(other):
+                made = choice._replace(savings=(choice.savings - one) | other)
+                if why_illegal(made, limits, space) is None:
+                    yield made
+
+
+def _rounds(step: Savings) -> bool:
+    """What changes numbers is not worth its speed alone."""
+    return any(entry.startswith("precision.moments=") for entry in step)
 
 
 def milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 from moefold.errors import MoefoldError
 from moefold.plan.search.candidates import choice_of_workload, why_illegal
 from moefold.plan.search.cheapest_savings import Candidate, Predictions
-from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets
+from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets, swaps
 from moefold.plan.search.space import LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.workload import Workload
 
@@ -36,6 +36,8 @@ _BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 2, 6
 _FAR, _VARIED, _NEAR = 2.0, 1.4, 1.15
 _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate", "clones")
 _KINDS = ("pp", "ep", "tp", "cp", "vpp", "sequences", "sharding", "ep_overlap", "delay_wgrad")
+# Of how many grids the best candidate's savings are exchanged one for one.
+_SWAPPERS = 2
 # Share of the step below which more memory is said to gain nothing.
 _WORTH_TELLING = 0.001
 # Steps of a climb; each looks at about a hundred neighbours.
@@ -123,6 +125,8 @@ def search(
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         looked.trim(_climb(looked, start))
+    for start in _fastest(list(looked.timed.values()), _SWAPPERS):
+        _swap(looked, start)
     _make_room(looked)
     ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
     own = looked.timed.get(choice_of_workload(template))
@@ -194,7 +198,22 @@ def _sweep(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate
     for start in (each for grid in close for each in grid):
         near = _NEAR * looked.best
         found.append(looked.lightest(start, near) or _leaner(looked, start, near))
+    # A larger microbatch, or another format, can make a grid twice as fast as its first variant.
+    for start in (each for grid in grids for each in _close_otherwise(looked, grid)):
+        found.append(looked.lightest(start, _NEAR * looked.best))
     return list({each.choice: each for each in found if each is not None}.values())
+
+
+def _close_otherwise(looked: Predictions, grid: Sequence[LayoutChoice]) -> Iterator[LayoutChoice]:
+    """All variants, if the one of the largest microbatch could be among the fastest, and in a format that is faster."""
+    most = max(grid, key=lambda each: (each.sequences, each.ep_overlap))
+    usual = looked.bound(most)
+    for format in looked.space.format:
+        made = most._replace(format=format)
+        if format != most.format and not (looked.is_legal(made) and looked.bound(made) < usual):
+            continue
+        if looked.bound(made) <= _NEAR * looked.best:
+            yield from (each._replace(format=format) for each in grid)
 
 
 def _usual(grid: Sequence[LayoutChoice]) -> list[LayoutChoice]:
@@ -269,6 +288,19 @@ def _climb(looked: Predictions, start: Candidate) -> Candidate:
             best = _faster(best, (looked.lightest if same else looked.time)(made, best.seconds))
         if best is before:
             break
+    return best
+
+
+def _swap(looked: Predictions, start: Candidate) -> Candidate:
+    """One saving in the place of another: without the one it does not fit, and with both it is slower."""
+    best = start
+    for _ in range(_LONGEST_CLIMB):
+        before = best
+        for made in swaps(before.choice, looked.limits, looked.space):
+            best = _faster(best, looked.time(made, best.seconds))
+        if best is before:
+            break
+        best = _climb(looked, best)
     return best
 
 
