@@ -199,7 +199,7 @@ def _sweep(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate
         near = _NEAR * looked.best
         found.append(looked.lightest(start, near) or _leaner(looked, start, near))
     # A larger microbatch, or another format, can make a grid twice as fast as its first variant.
-    for start in (each for grid in grids for each in _close_otherwise(looked, grid)):
+    for start in (each for grid in grids if looked.best < inf for each in _close_otherwise(looked, grid)):
         found.append(looked.lightest(start, _NEAR * looked.best))
     return list({each.choice: each for each in found if each is not None}.values())
 
