@@ -139,6 +139,11 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for tp in space.tp:
         for etp in space.etp:
             yield choice._replace(tp=tp, etp=etp)
+    # Tokens are cut by either.
+    for tp in space.tp:
+        for cp in space.cp:
+            if tp * cp == choice.tp * choice.cp:
+                yield choice._replace(tp=tp, cp=cp)
     for overlap in space.ep_overlap:
         for delay in space.delay_wgrad:
             yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)
