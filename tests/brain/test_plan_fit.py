@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moefold.blueprint.model_shape import MoE
 from moefold.cli.main import main
 from moefold.plan.published.assess import assess, calibrated, prediction_lines, rank_score, set_score, spearman
 from moefold.plan.published.error_page import REASONS, classes, error_page, reason_for, source_of
@@ -18,6 +20,7 @@ from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.timing.constants import CURRENT, MEANINGS
 from moefold.plan.timing.fitted import ANCHORS
 from moefold.plan.timing.step_time import step_time
+from moefold.plan.timing.throughput import rates_of
 
 MIXTRAL = {
     "key": "mixtral_8x7b", "family": "mixtral", "moe": True, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8,
@@ -220,6 +223,22 @@ def test_a_constant_at_the_end_of_its_range_leaves_the_best_to_the_others() -> N
     best = min(grid, key=lambda point: point @ left @ point / 2 - right @ point)
     assert step == pytest.approx(best, abs=0.006) and step[0] == 1.0
     assert inside(left, right, low * 9, high * 9) == pytest.approx(np.linalg.solve(left, right))
+
+
+def test_what_a_record_says_of_biases_and_its_framework_of_attention_is_read() -> None:
+    plain = _record(0, "H100", 1, 8, 1, MIXTRAL)
+    biased = published_workload({**plain, "model": {**MIXTRAL, "bias": True}})
+    assert all(isinstance(layer.feed, MoE) and layer.feed.biased for layer in biased.model.layers)
+    assert published_workload(plain).framework.flash
+    assert not published_workload({**plain, "flags": {"system": "Megatron-DeepSpeed"}}).framework.flash
+
+
+def test_watts_to_spare_make_no_gpu_faster_than_its_units() -> None:
+    """Half the arithmetic per watt of H100, and a quarter: neither is limited by its watts."""
+    at = published_workload(_record(0, "A100", 1, 8, 1, MIXTRAL))
+    gpu = at.cluster.gpu
+    cooler = replace(at, cluster=replace(at.cluster, gpu=replace(gpu, watts=2 * gpu.watts)))
+    assert rates_of(cooler, CURRENT, 4096.0).gemm == rates_of(at, CURRENT, 4096.0).gemm
 
 
 def test_the_longest_reason_wins() -> None:

@@ -24,7 +24,7 @@ from moefold.plan.search.candidates import (
     why_illegal,
 )
 from moefold.plan.search.cheapest_savings import Candidate
-from moefold.plan.search.enumeration import layouts
+from moefold.plan.search.enumeration import layouts, neighbours
 from moefold.plan.search.proposal import Question, propose
 from moefold.plan.search.search import Result
 from moefold.plan.search.space import narrowed, usual_space
@@ -163,3 +163,11 @@ def test_what_searches_once_lost_is_found(place: Place, part: dict[str, object])
     template, space = asked(place)
     whole, inside = best_anywhere(place), best_of(template, replace(space, **part))  # type: ignore[arg-type]
     assert whole is not None and inside is not None and whole.seconds <= inside.seconds * (1 + 1e-9)
+
+
+def test_context_and_tensor_parallelism_are_neighbours() -> None:
+    """Under `cp=2` alone the search once found a step 3.8 % faster: two choices had to change at once."""
+    template, space = asked(Place("deepseek_v3", "H100", 1024, 8192, "megatron"))
+    limits = limits_of(template)
+    tensor = next(grid[0] for grid in layouts(limits, space) if (grid[0].tp, grid[0].cp, grid[0].pp) == (2, 1, 16))
+    assert any((made.tp, made.cp, made.pp) == (1, 2, 16) for made in neighbours(tensor, limits, space))

@@ -75,7 +75,7 @@ def _has_attention(layer: Layer) -> bool:
 
 
 def _has_masters(workload: Workload) -> bool:
-    """Sharded main weights of float32 beside weights of bfloat16, which Adam updates and nobody scales."""
+    """Sharded main weights of float32 beside weights of bfloat16, which Adam updates and QK-clip does not scale."""
     narrowed = workload.is_flat and workload.master_bytes == 4 and workload.gather_bytes == 2
     return narrowed and _is_adam(workload) and workload.run.optim.qk_clip is None
 

@@ -92,6 +92,7 @@ def with_details(record: Record, workload: Workload) -> Workload:
     framework = replace(
         workload.framework,
         sequence_parallel=_sequence_parallel(record),
+        # Megatron-DeepSpeed's runs are of its default attention, which writes its scores; no record says otherwise.
         flash=flags.get("attention_backend") != "unfused" and workload.framework.name != "deepspeed",
         fused_loss=_fused_loss(record, workload),
         dropout=is_test_configuration(record) and not _is_latent(workload) and record["model"].get("act") == "gelu",
