@@ -193,19 +193,23 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--brute", type=int, default=50, help="small spaces that are tried in full")
     parser.add_argument("--most", type=int, default=4000, help="candidates of a small space")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first draw: to go on where a run ended")
     args = parser.parse_args(words)
-    began, draw = time.monotonic(), random.Random(args.seed)
-    found: list[str] = []
+    began = time.monotonic()
+    found = 0
     for name, count in (("restrictions", args.count), ("small spaces", args.brute)):
         worse = 0
-        for number in range(count):
-            place = PLACES[number % len(PLACES)]
+        for done, number in enumerate(range(args.first, args.first + count), 1):
+            # Each has draws of its own, so that any of them can be drawn again without those before it.
+            place, draw = PLACES[number % len(PLACES)], random.Random(f"{args.seed} {name} {number}")
             said = lost(place, draw) if name == "restrictions" else missed(place, draw, args.most)
             if said is not None:
                 worse += 1
-                print(said, flush=True)
-                found.append(said)
-        print(f"{name}: {count - worse} of {count} without loss, {time.monotonic() - began:.0f} s", flush=True)
+                print(f"{name} {number}: {said}", flush=True)
+            if done % 10 == 0 or done == count:
+                seconds = time.monotonic() - began
+                print(f"{name}: {done - worse} of {done} without loss, {seconds:.0f} s", flush=True)
+        found += worse
     return 1 if found else 0
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
-from moefold.blueprint.model_shape import Attention, Layer, MoE
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.hardware.cluster import cluster_of
-from moefold.plan.op_costs import Part, Work, parts_of
+from moefold.hardware.cluster import cluster_of, gpu_named
+from moefold.plan.op_costs import Part, Work, in_waves, parts_of
 from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.timing.constants import CURRENT, MEANINGS, Constants
 from moefold.plan.timing.layer_time import Passes, Seconds, bounded, layer_passes
+from moefold.plan.timing.operator_recompute import operator_shares
 from moefold.plan.timing.throughput import rates_of
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed, in_format
 from moefold.recipes.catalog import recipe
 
 
-def workload(model: str, ep: int = 8, form: str = "bfloat16", **framework: bool) -> Workload:
+def workload(model: str, ep: int = 8, form: str = "bfloat16", **framework: Any) -> Workload:
     run = RunConfig(
         model=recipe(model).model,
         parallel=ParallelConfig(ep=ep, sharding="zero1"),
@@ -86,7 +88,7 @@ def test_a_window_computes_the_tiles_at_both_of_its_ends() -> None:
 
 
 def test_unfused_attention_moves_its_scores() -> None:
-    at = workload("mixtral_8x7b", flash=False)
+    at = workload("mixtral_8x7b", attention="unfused")
     layer = at.model.layers[0]
     core, flash = (
         part(layer, sizes_of(at), "core_attention"),
@@ -95,7 +97,7 @@ def test_unfused_attention_moves_its_scores() -> None:
     assert core is not None and flash is not None and isinstance(layer.mixer, Attention)
     scores = 4096.0 * 4096 * layer.mixer.heads
     # Written as words by a matmul and read by the next; softmax and dropout read and write them, and a mask of a byte.
-    assert core.forward.traffic == pytest.approx((2 + 2 + 2 + 2 + 2 + 1) * scores)
+    assert core.forward.streamed == pytest.approx((2 + 2 + 2 + 2 + 2 + 1) * scores)
     # The whole square, of which a causal kernel computes half.
     assert core.forward.gemm_flops == pytest.approx(2 * flash.forward.attention_flops)
     assert core.forward.attention_flops == 0
@@ -198,3 +200,95 @@ def test_random_numbers_of_work_add_up() -> None:
     random = Random(0)
     one, other = (Work(*(random.random() for _ in Work.__slots__)) for _ in range(2))
     assert one + other == other + one
+
+
+# ---- recomputation by operators, and kernels ----
+
+
+def test_every_second_matmul_is_repeated_and_experts_whole() -> None:
+    """torchtitan's order of a Llama block: q [k] v [out] gate [up] down; DeepSeek's latents: [q_up], [kv_up]."""
+    llama = Layer(Attention(heads=32, kv_heads=8, qk_dim=128, v_dim=128), Dense(14336))
+    shares = operator_shares(llama, 4096, all_matmuls=False)
+    assert shares["qkv"] == pytest.approx(8 / (32 + 8 + 8))
+    assert shares["attention_out"] == 1.0 and shares["feed_forward"] == pytest.approx(1 / 3)
+    assert "core_attention" not in shares and shares["experts"] == shares["norms"] == 1.0
+    # A format whose matmuls are on no list repeats all but the last, whose result no gradient needs.
+    whole = operator_shares(llama, 4096, all_matmuls=True)
+    assert (whole["qkv"], whole["attention_out"], whole["feed_forward"]) == pytest.approx((1.0, 1.0, 2 / 3))
+    latent = Attention(heads=128, kv_heads=128, qk_dim=192, v_dim=128, q_latent=1536, kv_latent=512, rope_dim=64)
+    deepseek = operator_shares(Layer(latent, Dense(18432)), 7168, all_matmuls=False)
+    assert deepseek["mla_up"] == 1.0 and "latents" not in deepseek and "attention_out" not in deepseek
+    assert deepseek["feed_forward"] == pytest.approx(1 / 3)
+
+
+def test_operators_are_recomputed_where_torchtitan_is_asked_to() -> None:
+    at = workload("qwen3_30b_a3b")
+    for framework, recompute, form, expected in (
+        ("fsdp2", ("norms", "activation"), "bfloat16", "second"),
+        ("fsdp2", ("norms", "activation"), "nvfp4", "all"),
+        ("fsdp2", ("norms",), "bfloat16", ""),
+        ("megatron", ("norms", "activation"), "bfloat16", ""),
+    ):
+        run = replace(at.run, precision=in_format(MEGATRON_PRECISION, form))  # type: ignore[arg-type]
+        made = changed(replace(at, run=run, framework=Framework(framework)), memory={"recompute": recompute})  # type: ignore[arg-type]
+        assert made.repeated_matmuls == expected
+
+
+def test_a_router_has_as_many_kernels_as_were_counted() -> None:
+    """DeepSeek-V3's, forward and backward: 72, and 31 where they are fused."""
+    for fused, expected in ((False, 72), (True, 31)):
+        at = workload("deepseek_v3", fused_router=fused)
+        router = part(at.model.layers[-1], sizes_of(at), "router")
+        assert router is not None
+        assert router.forward.kernels + router.backward.kernels == expected
+    plain = workload("qwen3_30b_a3b")
+    router = part(plain.model.layers[0], sizes_of(plain), "router")
+    assert router is not None and router.forward.kernels + router.backward.kernels < 60
+
+
+def test_the_last_wave_of_tiles_is_half_empty() -> None:
+    """Averaged over how many tiles a result may have, against counting waves."""
+    sizes = replace(sizes_of(workload("mixtral_8x7b")), sharpness=64.0)
+    assert sizes.wave == 132 * 128 * 128
+    counts = range(132 * 8 + 1, 132 * 9 + 1)
+    counted = sum(-(-tiles // 132) * 132 / tiles for tiles in counts) / len(counts)
+    predicted = sum(in_waves(1.0, tiles * 128.0 * 128.0, sizes) for tiles in counts) / len(counts)
+    assert predicted == pytest.approx(counted, rel=0.005)
+    assert in_waves(1.0, 64.0, sizes) == 1.5 and in_waves(1.0, 64.0, replace(sizes, wave=0.0)) == 1.0
+
+
+def test_turns_of_two_microbatches_cost_host_time() -> None:
+    plain = workload("qwen3_30b_a3b")
+    turns = changed(plain, parallel={"overlap": ("ep",)})
+    one, other = (rates_of(each, CURRENT, 4096.0) for each in (plain, turns))
+    assert other.launch == pytest.approx(CURRENT.launch_overlap * one.launch)
+    assert other.gemm == one.gemm
+
+
+def test_flash_attention_of_before_is_slower_than_that_of_now() -> None:
+    now, before = (rates_of(workload("mixtral_8x7b", attention=kind), CURRENT, 4096.0) for kind in ("cudnn", "flash2"))
+    assert now.attention_forward / before.attention_forward == pytest.approx(CURRENT.flash2)
+
+
+def test_a_gpu_held_below_its_watts_is_slower() -> None:
+    at = workload("mixtral_8x7b")
+    usual, held = (
+        rates_of(replace(at, cluster=cluster_of(name, 64)), CURRENT, 4096.0) for name in ("H100", "H100-96G-500W")
+    )
+    assert usual.gemm / held.gemm == pytest.approx((500 / 700) ** CURRENT.power)
+    assert gpu_named("B200-750W").watts == 750
+
+
+def test_sharded_gradients_are_summed_as_they_are_kept() -> None:
+    """Megatron's gradients of two bytes are half of those of four."""
+    wide = changed(workload("mixtral_8x7b"), parallel={"sharding": "fsdp"})
+    narrow = changed(wide, precision={"gradients": "bfloat16"})
+    layer, constants = wide.model.layers[0], CURRENT
+    passes = [
+        layer_passes(each, layer, sizes_of(each), rates_of(each, constants, 4096.0), constants)
+        for each in (wide, narrow)
+    ]
+    sent = [each.backward.sharded + each.backward.hidden_sharded for each in passes]
+    gathered = [each.forward.sharded + each.forward.hidden_sharded for each in passes]
+    assert gathered[0] == pytest.approx(gathered[1])
+    assert (sent[0] - gathered[0]) / (sent[1] - gathered[1]) == pytest.approx(2, rel=0.02)

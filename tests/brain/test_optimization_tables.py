@@ -39,7 +39,7 @@ def test_every_step_is_predicted_to_help_or_cannot_be_seen(table: Table) -> None
 
 def test_nine_of_ten_steps_go_the_way_that_was_measured() -> None:
     found = dict(signs())
-    assert len(found) == 25 and sum(found.values()) >= 0.9 * len(found), [name for name in found if not found[name]]
+    assert len(found) == 26 and sum(found.values()) >= 0.9 * len(found), [name for name in found if not found[name]]
 
 
 def test_bytes_of_the_report() -> None:
@@ -61,10 +61,10 @@ def test_what_the_page_says_of_single_tables() -> None:
     last = predictions(GB200)[-1]
     assert last.throughput == pytest.approx(last.row.published, rel=0.02)
     unseen = sum(row.published - before.published for before, row in pairwise(GB200.rows) if row.change is None)
-    assert round(100 * unseen / GB200.rows[0].published) == 48
+    assert round(100 * unseen / GB200.rows[0].published) == 46
     assert round(100 * (GB200.rows[-1].published / GB200.rows[0].published - 1)) == 96
     bf16, folded, fp8, both = predictions(FOLDING)
-    for first, second, within in ((bf16, folded, 0.04), (fp8, both, 0.04), (bf16, fp8, 0.08)):
+    for first, second, within in ((bf16, folded, 0.04), (fp8, both, 0.04), (bf16, fp8, 0.05)):
         gain = second.throughput / first.throughput - second.row.published / first.row.published
         assert abs(gain) < within
     offloaded = next(

@@ -50,14 +50,14 @@ def test_data_has_every_line_of_both_and_exchanges_whole(found: Comparison) -> N
 def test_the_verdict_names_the_faster_one_its_causes_and_the_planners_error(found: Comparison) -> None:
     words = verdict(found)
     first, second = (plan.time.step_seconds for plan in found.plans)
-    assert second < first
-    assert words.startswith(f"B is {first / second - 1:.1%} faster than A")
+    assert first < second
+    assert words.startswith(f"A is {second / first - 1:.1%} faster than B")
     # Sharded parameters are partly hidden, so they are told whole.
     assert "in sharded parameters (" in words and "in all)" in words
-    assert "A has pp 1 instead of 2, ep 8 instead of 32" in words
+    assert "B has pp 2 instead of 1, ep 32 instead of 8" in words
     assert "within the planner's error" in words and f"{SWEEP_SPREAD['moe']:.0%}" in words
     swapped = replace(found, proposals=found.proposals[::-1])
-    assert verdict(swapped).startswith("A is ") and "faster than B" in verdict(swapped)
+    assert verdict(swapped).startswith("B is ") and "faster than A" in verdict(swapped)
     same = replace(found, proposals=(found.proposals[0],) * 2)
     assert verdict(same).startswith("Both take the same time")
     chosen = found.proposals[0].chosen

@@ -229,8 +229,14 @@ def test_what_a_record_says_of_biases_and_its_framework_of_attention_is_read() -
     plain = _record(0, "H100", 1, 8, 1, MIXTRAL)
     biased = published_workload({**plain, "model": {**MIXTRAL, "bias": True}})
     assert all(isinstance(layer.feed, MoE) and layer.feed.biased for layer in biased.model.layers)
-    assert published_workload(plain).framework.flash
-    assert not published_workload({**plain, "flags": {"system": "Megatron-DeepSpeed"}}).framework.flash
+    assert published_workload(plain).framework.attention == "cudnn"
+    for system, gpu, expected in (
+        ("Megatron-DeepSpeed", "A100", "unfused"),
+        ("torchtitan FSDP2", "H100", "flash2"),
+        ("torchtitan FSDP2", "B200", "cudnn"),
+    ):
+        record = _record(0, gpu, 1, 8, 1, MIXTRAL)
+        assert published_workload({**record, "flags": {"system": system}}).framework.attention == expected
 
 
 def test_watts_to_spare_make_no_gpu_faster_than_its_units() -> None:

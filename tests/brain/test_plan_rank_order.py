@@ -89,7 +89,7 @@ def test_experts_that_leave_the_domain_anyway_let_their_gradients_stay_inside() 
     assert (expert_reach(usual).inside, expert_data_reach(usual).inside) == (8, 1)
     assert (expert_reach(other).inside, expert_data_reach(other).inside) == (1, 8)
     first, second = predict(usual), predict(other)
-    assert second.time.step_seconds < 0.9 * first.time.step_seconds
+    assert second.time.step_seconds < 0.93 * first.time.step_seconds
     assert first.memory.total == second.memory.total
     assert lines(second)["sharded parameters"] < 0.5 * lines(first)["sharded parameters"]
     assert lines(second)["expert dispatch and combine"] > lines(first)["expert dispatch and combine"]

@@ -96,6 +96,8 @@ class MoE:
     # The router adds a learned bias to its logits; the shared expert's output is scaled by a learned sigmoid.
     logit_bias: bool = False
     shared_gate: bool = False
+    # Auxiliary-loss-free balancing: a bias takes part in the choice of experts.
+    aux_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,4 +204,5 @@ def _feed(model: ModelConfig, index: int) -> Dense | MoE:
         biased=moe.expert_mlp_bias,
         logit_bias=moe.router.logit_bias,
         shared_gate=moe.shared_gate,
+        aux_free=moe.router.expert_bias,
     )

@@ -233,8 +233,7 @@ def _megatron_moe(model: ModelConfig, moe: MoEConfig) -> dict[str, object]:
         "quick_geglu": clamped,
         "glu_linear_offset": 1.0 if clamped else None,
         "activation_func_clamp_value": 7.0 if clamped else None,
-        "moe_grouped_gemm": True,
-        "moe_permute_fusion": True,
+        **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"), True),
     }
 
 

@@ -35,6 +35,8 @@ class Work:
     scan_flops: float = 0.0
     # Everything that only moves memory: norms, activations, permutations, losses.
     traffic: float = 0.0
+    # The same of buffers so long that they pass at nearly the memory's bandwidth.
+    streamed: float = 0.0
     # What the GPU runs, and what the host launches. Over experts frameworks loop without Python between.
     kernels: float = 0.0
     launches: float = 0.0
@@ -135,16 +137,21 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind; bytes take as long.
     slower = s.wide_slower if wide else 1.0
     flops *= slower
-    forward = roofline(flops, operand * (x + w) + s.word * y, s)
+    forward = roofline(in_waves(flops, y, s), operand * (x + w) + s.word * y, s)
     # The weight's gradient is added to a buffer: read and written.
-    backward = roofline(flops, operand * (y + w) + s.word * x, s) + roofline(
-        flops, operand * (x + y) + 2 * s.gradient_bytes * w, s
+    backward = roofline(in_waves(flops, x, s), operand * (y + w) + s.word * x, s) + roofline(
+        in_waves(flops, w, s), operand * (x + y) + 2 * s.gradient_bytes * w, s
     )
     first, second = 1 + 2 * narrow, 2 + 2 * narrow
     return (
         Work(gemm_flops=forward, quantised_fused=x if narrow else 0.0, kernels=first, launches=first),
         Work(gemm_flops=backward, quantised_fused=y if narrow else 0.0, kernels=second, launches=second),
     )
+
+
+def in_waves(flops: float, results: float, s: Sizes) -> float:
+    """The last wave of tiles is half full on average. Where there is less than one, more of them share the depth."""
+    return flops * (1 + 0.5 * s.wave / max(results, s.wave)) if s.wave else flops
 
 
 def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float, *, down: bool) -> tuple[Work, Work]:
@@ -229,8 +236,8 @@ def _unfused(a: Attention, s: Sizes) -> tuple[Work, Work]:
     scores = s.tokens * a.heads / s.tp * s.seq_len
     flops = 2.0 * scores * (a.qk_dim + a.v_dim)
     return (
-        Work(gemm_flops=flops, traffic=11 * scores, kernels=5, launches=5),
-        Work(gemm_flops=2 * flops, traffic=19 * scores, kernels=8, launches=8),
+        Work(gemm_flops=flops, streamed=11 * scores, kernels=5, launches=5),
+        Work(gemm_flops=2 * flops, streamed=19 * scores, kernels=8, launches=8),
     )
 
 
@@ -282,7 +289,7 @@ def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
     rows = _expert_rows(m.top_k, s)
     # Scores, their softmax and the top-k, in float32 over all experts.
     scores = [gemms[name] for name in ("router", "shared_gate") if name in gemms]
-    router = _sum(*scores, _moves(40.0 * own * m.experts, 24.0 * own * m.experts, 25))
+    router = _sum(*scores, _routing(m, own, s))
     # Rows are sorted by rank, then by expert, and added up on the way back; fused dispatchers move them once less.
     moves = 5.0 if s.fused else 8.0
     permutation = _moves(moves * rows * dim, moves * rows * dim, 10 if s.fused else 24)
@@ -301,6 +308,17 @@ def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
         activation = _activation(s.tokens, m.shared_hidden_dim / s.tp, gated=m.gated)
         parts.append(Part("shared_activation", *activation))
     return parts
+
+
+def _routing(m: MoE, own: float, s: Sizes) -> tuple[Work, Work]:
+    """What follows the logits. With the logits' own matmuls, forward and backward of DeepSeek-V3's router are 72
+    kernels, and 31 where Transformer Engine fuses them (the guide for DeepSeek-V3 on GB200, section 2.1.4). A softmax
+    and a top-k without groups and a bias are fewer."""
+    scores = own * m.experts
+    if s.fused_router:
+        return _moving(18.0 * scores, 15), _moving(14.0 * scores, 13)
+    forward, backward = (35, 34) if m.aux_free else (25, 25)
+    return _moving(40.0 * scores, forward), _moving(24.0 * scores, backward)
 
 
 def _biases(m: MoE, rows: float, dim: float, s: Sizes) -> tuple[Work, Work]:

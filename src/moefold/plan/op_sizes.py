@@ -13,6 +13,8 @@ from moefold.plan.workload import Workload
 
 # Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
+# Multiprocessors of GPUs for which none are written down.
+_SMS = 148
 # Exponent of the smooth maximum of memory and arithmetic time: 4 adds 19 % where both are equal. In one thread, where
 # nothing overlaps, they add up.
 _SHARPNESS = 4.0
@@ -44,9 +46,13 @@ class Sizes:
     balance: float
     # Bytes of an element where matmuls are not narrow.
     word: float = 2.0
+    # Scores, top-k and the auxiliary loss are a few kernels.
+    fused_router: bool = False
     # How much longer arithmetic takes that stays wide.
     wide_slower: float = 1.0
     tile: int = TILE
+    # Elements of a result that the GPU computes at once, a tile on each of its multiprocessors.
+    wave: float = 0.0
     sharpness: float = _SHARPNESS
 
 
@@ -67,12 +73,14 @@ def sizes_of(workload: Workload) -> Sizes:
         fused=workload.framework.compiled or workload.dispatcher in ("deepep", "hybridep"),
         exact=workload.drops,
         fused_experts=workload.framework.fused_experts or workload.framework.paged_stash,
-        flash=workload.framework.flash,
+        fused_router=workload.framework.fused_router,
+        flash=workload.framework.attention != "unfused",
         biases_apart=workload.framework.name == "megatron" and workload.run.kernels.graphs != "full",
         balance=peak / gpu.memory_tb_s,
         wide_slower=peak / gpu.bf16_tflops,
         word=workload.word,
         tile=1 if measured else TILE,
+        wave=0.0 if measured else float(gpu.sms or _SMS) * TILE**2,
         sharpness=1.0 if measured else _SHARPNESS,
     )
 

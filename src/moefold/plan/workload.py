@@ -40,6 +40,9 @@ WideFormat = Literal["bfloat16", "float16", "float32"]
 PlannedFormat = Literal[WideFormat, NarrowRecipe]
 WIDE_FORMATS: tuple[PlannedFormat, ...] = get_args(WideFormat)
 Dispatcher = Literal["local", PlannedDispatcher]
+# cudnn: those of Transformer Engine, and of torch on GPUs since H100 (`scaled_dot_product_attention` prefers them since
+# 2.13). flash2: the second version of flash attention, as torch called it there before. unfused: matmuls and a softmax.
+AttentionKernels = Literal["cudnn", "flash2", "unfused"]
 # As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
 _ALL_KEPT = RetainConfig()
@@ -58,8 +61,8 @@ class Framework:
     date: float = 0.0
     # torch.compile or another compiler fuses elementwise work.
     compiled: bool = False
-    # Attention saves no scores: it recomputes them block by block.
-    flash: bool = True
+    # Attention's kernels. All but the last save no scores: they compute them again block by block.
+    attention: AttentionKernels = "cudnn"
     # Loss and gradient are written over the logits; else each pass makes its own copies.
     fused_loss: bool = True
     # Dropout keeps a mask.
@@ -72,6 +75,8 @@ class Framework:
     paged_stash: bool = False
     # Both matmuls of experts and what is between them are two kernels.
     fused_experts: bool = False
+    # Scores, top-k and the auxiliary loss are three kernels forward.
+    fused_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,6 +336,14 @@ class Workload:
     @cached_property
     def recompute(self) -> frozenset[Recomputed]:
         return frozenset(self.run.memory.recompute)
+
+    @cached_property
+    def repeated_matmuls(self) -> Literal["", "second", "all"]:
+        """Which plain matmuls torchtitan's operator-wise recomputation runs again; "" where there is none. It lists
+        what it keeps by name, and formats that torch has no matmul for are not on the list."""
+        if self.framework.name != "fsdp2" or not self.recompute >= {"norms", "activation"}:
+            return ""
+        return "all" if self.format == "nvfp4" else "second"
 
     @cached_property
     def _retained(self) -> Mapping[Retention, frozenset[RetainedStep]]:

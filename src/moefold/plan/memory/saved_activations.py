@@ -181,7 +181,7 @@ def setting_of(workload: Workload) -> Setting:
     """The same for all layers of a workload."""
     parallel, framework = workload.parallel, workload.framework
     on = []
-    if framework.flash:
+    if framework.attention != "unfused":
         on.append("flash")
     if workload.weighted_inside:
         on.append("weighted_inside")
@@ -195,7 +195,7 @@ def setting_of(workload: Workload) -> Setting:
         on.append("tensor_parallel")
         if workload.is_own and "tensor_parallel" in parallel.overlap:
             on.append("tensor chunks")
-    if workload.format == "nvfp4" and workload.recompute >= {"norms", "activation"}:
+    if workload.repeated_matmuls == "all":
         on.append("own_products")
     if workload.is_own:
         on += [f"{phase} again" for phase in workload.recompute]

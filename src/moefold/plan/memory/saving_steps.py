@@ -339,7 +339,7 @@ def _recomputed(workload: Workload) -> Iterator[Recomputed]:
         "experts": has_moe,
         "activation": has_moe,
         "mla_up": any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in layers),
-        "core_attention": not workload.framework.flash,
+        "core_attention": workload.framework.attention == "unfused",
     }
     for kind in _OWN if workload.is_own else _PARTS:
         if has.get(kind, True) and kind not in workload.recompute:

@@ -27,7 +27,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
 from moefold.plan.published.records import Record, formats_of, workload_of_record
-from moefold.plan.workload import Workload, changed
+from moefold.plan.published.release_presets import with_preset
+from moefold.plan.workload import AttentionKernels, Workload, changed
 from moefold.units import format_count
 
 # Vocabularies of tokenizers that test configurations name; others have GPT-2's.
@@ -92,8 +93,7 @@ def with_details(record: Record, workload: Workload) -> Workload:
     framework = replace(
         workload.framework,
         sequence_parallel=_sequence_parallel(record),
-        # Megatron-DeepSpeed's runs are of its default attention, which writes its scores; no record says otherwise.
-        flash=flags.get("attention_backend") != "unfused" and workload.framework.name != "deepspeed",
+        attention=_attention(record, workload),
         fused_loss=_fused_loss(record, workload),
         dropout=is_test_configuration(record) and not _is_latent(workload) and record["model"].get("act") == "gelu",
     )
@@ -110,6 +110,16 @@ def with_details(record: Record, workload: Workload) -> Workload:
         memory={"recompute": _recomputed(record, workload), "offload_layers": layers},
         parallel={"dp_replicate": _replicas(record, workload)},
     )
+
+
+def _attention(record: Record, workload: Workload) -> AttentionKernels:
+    """Megatron-DeepSpeed's runs are of its default attention, which writes its scores; no record says otherwise.
+    torchtitan asks torch for flash attention on H100, and for cuDNN's on later GPUs (its pull request 1196)."""
+    flags, framework = record.get("flags") or {}, workload.framework
+    if flags.get("attention_backend") == "unfused" or framework.name == "deepspeed":
+        return "unfused"
+    torch = "torchtitan" in str(flags.get("system")) or flags.get("attn") in ("torch sdpa", "flex")
+    return "flash2" if torch and workload.cluster.gpu.architecture == "sm90" else "cudnn"
 
 
 def _replicas(record: Record, workload: Workload) -> int:
@@ -206,7 +216,8 @@ def read_records(folder: Path) -> list[Record]:
     files = sorted(folder.glob("published*.jsonl"))
     if not files:
         raise MoefoldError(f"{folder}: no published*.jsonl here; name the folder that holds the collection")
-    return [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = (line for path in files for line in path.read_text("utf-8").splitlines() if line.strip())
+    return [with_preset(json.loads(line)) for line in lines]
 
 
 def points_of(records: Iterable[Record]) -> list[Point]:

@@ -14,7 +14,7 @@ from typing import Any
 from moefold.blueprint.model_shape import Attention, Dense, Layer, ModelShape, MoE, Recurrence
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
-from moefold.config.moe import CapacityConfig, MoEConfig
+from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
 
 Record = Mapping[str, Any]
 
@@ -86,6 +86,11 @@ def _dense(model: Record) -> Dense:
     return Dense(model.get("ffn") or 4 * model["hidden"], _is_gated(model))
 
 
+# Families whose routers balance without an auxiliary loss.
+_AUX_FREE = frozenset({"deepseek_v3", "deepseek_v4", "kimi_k2", "ling_mini", "mlm_ci_moe", "moonlight"})
+_AUX_FREE |= {"nemotron3_nano", "nemotron3_super", "nemotron3_ultra"}
+
+
 def _moe(model: Record) -> MoE:
     shared = model.get("shared_ffn") or 0
     return MoE(
@@ -96,6 +101,7 @@ def _moe(model: Record) -> MoE:
         model.get("moe_latent") or 0,
         _is_gated(model),
         biased=bool(model.get("bias")),
+        aux_free=model.get("family") in _AUX_FREE,
     )
 
 
@@ -133,4 +139,5 @@ def _moe_config(moe: MoE, drops: bool) -> MoEConfig:
         shared_hidden_dim=moe.shared_hidden_dim,
         latent_dim=moe.latent or None,
         expert_mlp_bias=moe.biased,
+        router=RouterConfig(expert_bias=moe.aux_free),
     )

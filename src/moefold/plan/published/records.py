@@ -66,7 +66,7 @@ _DISPATCHERS: dict[str, OwnDispatcher | PlannedDispatcherName] = {
     "alltoall": "all_to_all",
     "allgather": "all_gather",
 }
-_READ = """activation_cpu_offload_layers activation_offload async_tp attention_backend compile cpu_offload_layers
+_READ = """activation_cpu_offload_layers activation_offload async_tp attention_backend attn compile cpu_offload_layers
 cross_entropy_fusion cuda_graph_impl cuda_graph_scope cutedsl_fused_grouped_mlp delay_wgrad dispatcher
 distributed_optimizer ep_overlap exp_avg_dtype fp8_param_gather fsdp grad_reduce_in_fp32 megatron_fsdp
 mock_data offload_modules optimizer optimizer_offload optimizer_state_offload overlap_grad_reduce
@@ -92,7 +92,6 @@ FLAGS_IGNORED: Mapping[str, str] = {
     "shared_expert_overlap": "the shared expert is planned as computed beside nothing; no record has it on",
     "fp8_attention": _ONE_RATE,
     "fp8_dot_product_attention": _ONE_RATE,
-    "attn": _ONE_RATE,
     "experts": _ONE_RATE,
     "fp8_dispatch": "exchanges of other frameworks are planned in the width of activations",
     "optimizer_states": "words, of one run whose memory nobody printed",
@@ -153,10 +152,20 @@ def unread_flags(record: Record) -> Iterator[str]:
 def _cluster(record: Record) -> Cluster:
     # A record of feasibility names the GPU and the number alone.
     hardware = record.get("hardware") or {"gpu": record["gpu"], "num_gpus": record["num_gpus"]}
-    gpu = gpu_named(hardware["gpu"])
+    gpu = gpu_named(_gpu_in_words(record) or hardware["gpu"])
     network: Network = "efa" if "EFA" in str(hardware.get("network")) else "ib"
     nic = hardware.get("nic_gb_s_per_gpu") or gpu.nic_gb_s
     return Cluster(gpu, hardware["num_gpus"], hardware.get("nvlink_domain") or gpu.domain, nic, network)
+
+
+# Where a source names the family of a GPU alone, and its notes tell which one it is. 184 GiB are GB200's (torch counts
+# 178 on B200). Those who wrote "power limited B200" say 750 W elsewhere (pull request 3566 of pytorch/ao).
+_IN_WORDS = {"184 GiB HBM": "GB200", "power-limited B200": "B200-750W"}
+
+
+def _gpu_in_words(record: Record) -> str | None:
+    notes = " ".join(record.get("notes") or ())
+    return next((gpu for words, gpu in _IN_WORDS.items() if words in notes), None)
 
 
 def _world(record: Record) -> int:
@@ -305,12 +314,24 @@ def _framework(record: Record) -> Framework:
         and "overlap paths disabled" not in str(flags.get("system")),
         paged_stash=bool(flags.get("paged_stash")),
         fused_experts=bool(flags.get("cutedsl_fused_grouped_mlp")),
+        fused_router=_fused_router(record),
     )
 
 
+# Whose presets fuse the router since Transformer Engine can (2.6, of July 2025).
+_FUSED_ROUTERS = ("Bridge docs", "verification_cards", "moe_recipes", "ModelZoo", "Scalable Training of MoE Models")
+_SINCE = 2025.5
+
+
+def _fused_router(record: Record) -> bool:
+    source = str(record.get("source"))
+    return _date(record.get("date")) >= _SINCE and any(name in source for name in _FUSED_ROUTERS)
+
+
 def _imbalance(record: Record) -> float:
-    """A run without a forced balance sends its busiest rank more than the mean."""
-    routing = str((record.get("flags") or {}).get("routing") or "")
+    """A run without a forced balance sends its busiest rank more than the mean. torchtitan forces none."""
+    flags = record.get("flags") or {}
+    routing = str(flags.get("routing") or ("natural" if "torchtitan" in str(flags.get("system")) else ""))
     natural = record["model"]["moe"] and not any(word in routing for word in ("balanced", "drop", "not stated"))
     return 1.3 if natural and routing else 1.0
 

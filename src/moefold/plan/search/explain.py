@@ -33,7 +33,7 @@ _OPTION_NAMES = {
     "expert_order": "order of experts' ranks",
 }
 # Standard deviation of log(predicted / measured) within a sweep of layouts of one model, cluster and batch: the median
-# of nine published sweeps by constants that had seen them, 0.04 to 0.23 for MoE models, 0.03 to 0.19 for dense ones.
+# of nine published sweeps by constants that had seen them, 0.05 to 0.19 for MoE models, 0.03 to 0.17 for dense ones.
 SWEEP_SPREAD = {"moe": 0.16, "dense": 0.09}
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",

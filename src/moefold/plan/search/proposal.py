@@ -339,8 +339,10 @@ def with_framework(workload: Workload, framework: FrameworkName, release: str = 
     precision = workload.run.precision
     if not sharded:
         precision = replace(MEGATRON_PRECISION, compute=precision.compute, recipe=precision.recipe)
+    # As its command says.
+    made = Framework(framework, release, fused_router=framework == "megatron")
     return changed(
-        replace(workload, run=replace(workload.run, precision=precision), framework=Framework(framework, release)),
+        replace(workload, run=replace(workload.run, precision=precision), framework=made),
         parallel={"sharding": "fsdp" if sharded else "zero1", "dp_replicate": 1, "edp_replicate": 1},
     )
 

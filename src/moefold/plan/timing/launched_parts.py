@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moefold.blueprint.model_shape import Layer
 from moefold.config.memory import Recomputed, RetainedStep
 from moefold.config.precision import Graphs, GraphScope
 from moefold.plan.op_costs import Work, parts_of
 from moefold.plan.op_sizes import Sizes
+from moefold.plan.timing.operator_recompute import operator_shares
 from moefold.plan.workload import Workload
 
 # A kernel inside a recorded graph costs the host this share of one outside.
@@ -87,11 +88,19 @@ class Launched(NamedTuple):
     graphs: Graphs
     graph_scope: tuple[GraphScope, ...]
     discarded: frozenset[RetainedStep] = frozenset()
+    repeated_matmuls: Literal["", "second", "all"] = ""
 
 
 def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
     kernels, discarded = workload.run.kernels, workload.retained("discard")
-    launched = Launched(workload.is_own, workload.recompute, kernels.graphs, kernels.graph_scope, discarded)
+    launched = Launched(
+        workload.is_own,
+        workload.recompute,
+        kernels.graphs,
+        kernels.graph_scope,
+        discarded,
+        workload.repeated_matmuls,
+    )
     return loads(layer, sizes, launched)
 
 
@@ -102,7 +111,7 @@ _AFTER_ROUTING = frozenset({"permutation", "experts", "activation", "biases", "l
 @lru_cache(maxsize=100_000)
 def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, Load]:
     """Forward up to the routing, forward from there, and backward with what is recomputed."""
-    again, steps = _recomputed(launched), _recomputed_steps(launched)
+    shares = _recomputed(launched, layer, sizes)
     graphed = _graphed(launched)
     full = "full" in launched.recompute
     before = after = backward = Load()
@@ -113,26 +122,24 @@ def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, L
         else:
             before = before.plus(part.forward, share)
         work = part.backward
-        if full or part.name in again:
+        if full:
             work += part.forward
-        elif part.name in steps:
-            work += part.forward.scaled(steps[part.name])
+        elif part.name in shares:
+            work += part.forward.scaled(shares[part.name])
         backward = backward.plus(work, share)
     return before, after, backward
 
 
-def _recomputed(launched: Launched) -> frozenset[str]:
-    again = _AGAIN_MOEFOLD if launched.is_own else _AGAIN
-    return frozenset().union(*(again.get(name, frozenset()) for name in launched.recompute))
-
-
-def _recomputed_steps(launched: Launched) -> dict[str, float]:
-    """Shares of parts that discarded steps run again."""
+def _recomputed(launched: Launched, layer: Layer, sizes: Sizes) -> dict[str, float]:
+    """Of each part, the share that is recomputed."""
+    if launched.repeated_matmuls:
+        return operator_shares(layer, sizes.dim, all_matmuls=launched.repeated_matmuls == "all")
     found: dict[str, float] = {}
     for step in launched.discarded:
         for part, share in _STEPS[step].items():
             found[part] = found.get(part, 0.0) + share
-    return found
+    again = _AGAIN_MOEFOLD if launched.is_own else _AGAIN
+    return found | {part: 1.0 for name in launched.recompute for part in again.get(name, ())}
 
 
 def _graphed(launched: Launched) -> frozenset[str]:

@@ -15,6 +15,7 @@ from moefold.plan.op_costs import Part, Work, parts_of
 from moefold.plan.op_sizes import Sizes
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.launched_parts import Load, loads_of
+from moefold.plan.timing.operator_recompute import GATHERS
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower, sms_taken
 from moefold.plan.traffic import (
     context_bytes,
@@ -135,6 +136,8 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     moe = layer.feed if isinstance(layer.feed, MoE) else None
     one_dispatch = dispatch_seconds(dispatch_bytes(workload, moe), workload, c) if moe else 0.0
     repeated = 1.0 if again or "experts" in workload.recompute else 0.0
+    # Megatron keeps a share of the tokens and gathers them again for weight gradients; DTensor keeps what it gathered.
+    gathers = 1.0 if workload.framework.name == "fsdp2" and not workload.repeated_matmuls else 1.0 + GATHERS
     hide = c.expert_hidden if workload.ep_overlap else 0.0
     chunks = workload.parallel.exchange_chunks
     shared = _work_of(_SHARED, layer, sizes) if "shared_experts" in workload.parallel.overlap else None
@@ -200,7 +203,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         together = Load(before.work + after.work, before.launches + after.launches, before.loops + after.loops)
         forward = one(together, 2, 1, 1, back=False)
     passes = Passes(
-        forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
+        forward, one(backward, 2 + 2 * repeated, gathers + again, 2 + again, back=True, waits=max(again, repeated))
     )
     return _with_copies(workload, layer, bounded(passes) if workload.ep_overlap else passes, c)
 
@@ -301,10 +304,10 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     gather = ring(each * dense, dense_where, workload.cluster, c) + ring(
         each * experts, expert_where, workload.cluster, c
     )
-    # FSDP2 and moefold add gradients up in float32, Megatron in the format in which it computed them.
-    dim = 4.0 if workload.framework.name in ("fsdp2", "moefold") else 2.0
-    scatter = ring(dim * dense, dense_where, workload.cluster, c) + ring(
-        dim * experts, expert_where, workload.cluster, c
+    # FSDP2 and moefold add gradients up in float32, Megatron in the format in which it keeps them.
+    word = 4.0 if workload.framework.name in ("fsdp2", "moefold") else workload.gradient_bytes
+    scatter = ring(word * dense, dense_where, workload.cluster, c) + ring(
+        word * experts, expert_where, workload.cluster, c
     )
 
     def one(seconds: Seconds, moved: float) -> Seconds:

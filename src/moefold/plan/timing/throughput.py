@@ -21,7 +21,7 @@ from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.config.casts import Cast
 from moefold.errors import ConfigError, Problem
-from moefold.hardware.cluster import Cluster
+from moefold.hardware.cluster import Cluster, Gpu
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
@@ -31,8 +31,7 @@ from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
 
 # GPUs are compared with this one, in 1e12 FLOP/s of bf16 per watt.
-_H100 = 989 / 700
-_USUAL = {"sm80": 312 / 400, "sm90": _H100, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
+_USUAL = {"sm80": 312 / 400, "sm90": 989 / 700, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
 # Exponent of the smooth maximum of GPU and host time; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
 # Attention rates are of heads of so many dimensions.
@@ -54,7 +53,7 @@ class Rates:
     attention_backward: float
     scan: float
     traffic: float
-    # The same where buffers are long: an optimizer's update.
+    # The same where buffers are long: an optimizer's update, and scores of attention that are written.
     stream: float
     gap: float
     launch: float
@@ -73,7 +72,10 @@ class Rates:
     def moving(self, work: Work) -> float:
         """What only moves memory, conversions included."""
         return (
-            work.traffic * self.traffic + work.quantised * self.quantised + work.quantised_fused * self.quantised_fused
+            work.traffic * self.traffic
+            + work.streamed * self.stream
+            + work.quantised * self.quantised
+            + work.quantised_fused * self.quantised_fused
         )
 
 
@@ -92,13 +94,16 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
     # fewer watts for the same arithmetic is slower. The newest GPUs have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
     gain *= _head_gain(workload, c)
-    gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
+    gain *= c.flash2 if workload.framework.attention == "flash2" else 1.0
+    gain *= _capped(gpu, c)
     if workload.framework.name == "fsdp2":
         # torch's ring attention runs its steps one by one and merges them in eager mode.
         gain /= (1 + c.ring_fsdp2) ** log2(workload.parallel.cp)
     attention = factor / (gpu.bf16_tflops * 1e12 * gain)
     matmuls = factor * _matmul_seconds(workload, c)
     host = 1e-6 * factor * (c.launch_grace if gpu.per_node == 4 else 1.0)
+    # Each layer is cut into nodes with a backward of its own, which the interpreter calls one by one.
+    host *= c.launch_overlap if workload.ep_overlap else 1.0
     return Rates(
         gemm=matmuls,
         grouped=matmuls / c.grouped,
@@ -168,10 +173,10 @@ def conversion_passes(cast: Cast | None) -> float:
 
 
 def _matmul_seconds(workload: Workload, c: Constants) -> float:
-    """Seconds per FLOP of a large matmul. GPUs with more arithmetic per watt than H100 sustain less of it."""
+    """Seconds per FLOP of a large matmul. Chips with more arithmetic per watt than H100 sustain less of it."""
     gpu = workload.cluster.gpu
-    share = min(1.0, float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power))
-    share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
+    of_chip = {"sm80": c.gemm_sm80, "sm90": 1.0, "sm103": c.gemm_sm103}
+    share = _capped(gpu, c) * of_chip.get(gpu.architecture, c.gemm_sm100)
     bits, tflops = gpu.matmul_units(matmul_bits(workload.casts))
     if bits == 8 and gpu.architecture.startswith("sm10"):
         share *= c.narrow_sm100
@@ -179,6 +184,12 @@ def _matmul_seconds(workload: Workload, c: Constants) -> float:
         share *= c.fp4_sm103
     share *= {16: c.gemm_bf16, 8: c.gemm_fp8, 4: c.gemm_fp4}[bits]
     return 1 / (tflops * 1e12 * share)
+
+
+def _capped(gpu: Gpu, c: Constants) -> float:
+    """A chip that has fewer watts for its arithmetic than is usual runs at a lower clock."""
+    usual = _USUAL.get(gpu.architecture, _USUAL["sm90"])
+    return min(1.0, float((gpu.bf16_tflops / gpu.watts / usual) ** -c.power))
 
 
 def _framework_factor(workload: Workload, c: Constants) -> float:
