@@ -13,9 +13,9 @@ from tests.architecture.sources import PACKAGE, report, shown, source_files, tex
 MAX_FILE, MAX_FUNCTION = 400, 80
 EXCUSE = "Long because:"
 # Lower them when the tree has become smaller. Only a mechanism that is new raises the first: exchanges inside of GEMMs
-# have three files; what of a layer is launched, what its work depends on, what operators are repeated, and what presets
-# of a release say, one each.
-MAX_FILES = 566
+# have three files; what of a layer is launched, what its work depends on, what operators are repeated, what presets
+# of a release say, and which link carries what, one each.
+MAX_FILES = 567
 MAX_ANY_IN_BODY = 258
 
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}

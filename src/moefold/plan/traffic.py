@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.row_bounds import bounds_rows
+from moefold.config.memory import Recomputed
 from moefold.config.precision import BYTES
 from moefold.config.precision_recipes import TP_REDUCE_CASTS
 from moefold.plan.dispatch_choice import sent_row_bytes
@@ -125,8 +127,10 @@ def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     tokens = workload.context_tokens / parallel.tp * padding
     tokens *= workload.sent_rows if bounds_rows(workload.run) else workload.busiest
     dim = moe.latent or workload.model.dim
-    row = (sent_row_bytes(workload.run, dim, int(workload.word)) + dim * workload.word) / 2
     kind, ep = workload.dispatcher, parallel.ep
+    # Sums over ranks are in float32; a row that comes back is summed where it arrives.
+    back = 4.0 if kind == "all_gather" and workload.is_own else workload.word
+    row = (sent_row_bytes(workload.run, dim, int(workload.word)) + dim * back) / 2
     if ep == 1 or kind == "local":
         return DispatchBytes(0.0, 0.0)
     if kind == "all_gather":
@@ -157,8 +161,7 @@ def tensor_bytes(workload: Workload, layer: Layer, experts: bool = True) -> floa
     tp = workload.parallel.tp
     tokens = workload.context_tokens
     # As many gathers as sums; in moefold a sum has a format of its own.
-    summed = _summed_bytes(workload) if workload.is_own else workload.word
-    once = (workload.word + summed) / 2 * tokens * workload.model.dim * (tp - 1) / tp
+    once = (workload.word + _sum_bytes(workload)) / 2 * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
         passes += 2.0 * (layer.feed.shared_hidden_dim > 0)
@@ -172,8 +175,62 @@ def tensor_bytes(workload: Workload, layer: Layer, experts: bool = True) -> floa
     return total
 
 
-def _summed_bytes(workload: Workload) -> float:
+class Exchanges(NamedTuple):
+    """How often a microbatch sends through one layer, forward and backward: dispatches and combines, tensor
+    parallelism's gathers and sums (as parts of a forward pass), and rounds of the ring of context parallelism."""
+
+    dispatches: tuple[float, float]
+    tensor: tuple[float, float]
+    context: tuple[float, float]
+
+
+def exchanges_of(workload: Workload, layer: Layer) -> Exchanges:
+    """Recomputed layers send again. Megatron keeps a share of the tokens and gathers them again for weight gradients;
+    DTensor and moefold keep what they gathered. Where operators are recomputed, sums and exchanges are kept, and
+    gathers are not; nor are they of moefold's recomputed phases."""
+    again = 1.0 if "full" in workload.recompute else 0.0
+    repeated = 1.0 if again or "experts" in workload.recompute else 0.0
+    regathered = 1.0
+    if workload.is_own:
+        phases = _tensor_phases(layer)
+        regathered = len(workload.recompute & phases) / max(1, len(phases))
+    elif workload.framework.name == "fsdp2":
+        regathered = float(bool(workload.repeated_matmuls))
+    gathers = regathered * workload.word / (workload.word + _sum_bytes(workload))
+    return Exchanges((2.0, 2 + 2 * repeated), (1.0, 1 + gathers + again), (1.0, 2 + again))
+
+
+def _tensor_phases(layer: Layer) -> frozenset[Recomputed]:
+    """Those whose tokens tensor-parallel ranks gather: of an MoE layer, the shared expert's."""
+    found: list[Recomputed] = ["attention"] if layer.mixer is not None else []
+    if isinstance(layer.feed, MoE):
+        found += ["experts"] if layer.feed.shared_hidden_dim else []
+    elif layer.feed is not None:
+        found.append("feed_forward")
+    return frozenset(found)
+
+
+def gathered_word(workload: Workload) -> float:
+    """Bytes of a parameter that is gathered for every layer and pass: a word, or a code."""
+    return min(2.0, workload.gather_bytes) if workload.is_own else 2.0
+
+
+def summed_word(workload: Workload) -> float:
+    """Bytes of its gradient: FSDP2 and moefold add up in float32, Megatron in the format in which it keeps them."""
+    return 4.0 if workload.framework.name in ("fsdp2", "moefold") else workload.gradient_bytes
+
+
+def synced_word(workload: Workload) -> float:
+    """Bytes of a parameter and of its gradient that are gathered and summed once per step."""
+    if workload.parallel.sharding == "none":
+        return 2 * workload.word
+    return workload.gradient_bytes + min(2.0, workload.weight_bytes)
+
+
+def _sum_bytes(workload: Workload) -> float:
     """Of one value of a part of a sum over tensor-parallel ranks."""
+    if not workload.is_own:
+        return workload.word
     precision = workload.run.precision
     if precision.tp_reduce == "fp8_all_to_all":
         return TP_REDUCE_CASTS[precision.tp_reduce].forward.bytes_per_value

@@ -10,9 +10,10 @@ from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
 from moefold.plan.framework_commands import framework_command
 from moefold.plan.launch_command import folded
+from moefold.plan.link_bytes import link_bytes
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
-from moefold.plan.report.proposal_report import alike_note, alike_of, cost_words, proposal_data
+from moefold.plan.report.proposal_report import LINKS, RECEIVED, alike_note, alike_of, cost_words, proposal_data
 from moefold.plan.search.candidates import choice_of_workload, described
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
@@ -35,6 +36,7 @@ def page(proposal: Proposal, form: str = "", script: str = "") -> str:
         _freed(proposal),
         time_section(proposal.chosen),
         f'<div class="charts" style="margin-top:14px">{timeline_figure(step_timeline(proposal.chosen.workload))}</div>',
+        _links(proposal),
         _others(proposal),
         _what_if(proposal),
         _goodput(proposal),
@@ -114,6 +116,14 @@ def _table(head: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
     cells = "".join(f"<th{' class=text' if name.endswith(' ') else ''}>{name.strip()}</th>" for name in head)
     of_kind = f' class="{kind}"' if kind else ""
     return f'<div class="panel scroll"><table{of_kind}><tr>{cells}</tr>{"".join(rows)}</table></div>'
+
+
+def _links(proposal: Proposal) -> str:
+    rows = [
+        f"<tr><td class=text>{name}</td><td>{format_bytes(inside)}</td><td>{format_bytes(outside)}</td></tr>"
+        for name, inside, outside in link_bytes(proposal.chosen.workload)
+    ]
+    return f"<h2>Links</h2>{_table((RECEIVED + ' ', *LINKS), rows)}" if rows else ""
 
 
 def _others(proposal: Proposal) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 from moefold.checks.kernels import kernels_in_use
 from moefold.plan.framework_commands import framework_command
 from moefold.plan.launch_command import folded
+from moefold.plan.link_bytes import LinkBytes, link_bytes
 from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import choice_of_workload, described
@@ -32,6 +33,7 @@ from moefold.units import format_bytes, format_count, format_seconds
 _BAR, _COMMAND = 28, 96
 _COLOURS = {"compute": "blue", "communication": "dark_orange", "host": "yellow", "bubble": "bright_black"}
 _MOST_PARETO, _MOST_ANSWERS = 6, 8
+RECEIVED, LINKS = "a GPU receives in one step", ("over fast links", "over the network")
 
 
 def terminal_report(proposal: Proposal) -> RenderableType:
@@ -42,6 +44,8 @@ def _parts(proposal: Proposal) -> Iterator[RenderableType]:
     yield _headline(proposal)
     yield _choice_table(proposal)
     yield _bars(proposal.chosen)
+    if links := link_bytes(proposal.chosen.workload):
+        yield _links(links)
     if proposal.result and len(proposal.result.pareto) > 1:
         yield _pareto(proposal)
     yield _what_if(proposal)
@@ -126,6 +130,13 @@ def _bars(chosen: Prediction) -> Table:
         right.add_row(cause.name, seconds(cause.seconds - cause.hidden), hidden, bar)
     both.add_row(left, right)
     return both
+
+
+def _links(links: tuple[LinkBytes, ...]) -> Table:
+    table = _table("", *LINKS, title=RECEIVED, title_justify="left")
+    for each in links:
+        table.add_row(each.name, format_bytes(each.inside), format_bytes(each.outside))
+    return table
 
 
 def _pareto(proposal: Proposal) -> Table:
@@ -289,6 +300,10 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "time": [
             {"wall": line.wall, "name": line.name, "seconds": line.seconds, "hidden": line.hidden, "why": line.why}
             for line in time.lines
+        ],
+        "links": [
+            {"name": each.name, "fast_links_bytes": each.inside, "network_bytes": each.outside}
+            for each in link_bytes(prediction.workload)
         ],
         "memory_bytes": memory.total,
         "capacity_bytes": memory.capacity,

@@ -15,14 +15,16 @@ from moefold.plan.op_costs import Part, Work, parts_of
 from moefold.plan.op_sizes import Sizes
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.launched_parts import Load, loads_of
-from moefold.plan.timing.operator_recompute import GATHERS
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower, sms_taken
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,
     dense_reach,
     dispatch_bytes,
+    exchanges_of,
     expert_data_reach,
+    gathered_word,
+    summed_word,
     tensor_bytes,
     tensor_reach,
 )
@@ -132,12 +134,9 @@ def _share_in_chunks(workload: Workload, layer: Layer) -> float:
 def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
     before, after, backward = loads_of(workload, layer, sizes)
-    again = 1.0 if "full" in workload.recompute else 0.0
+    exchanges = exchanges_of(workload, layer)
     moe = layer.feed if isinstance(layer.feed, MoE) else None
     one_dispatch = dispatch_seconds(dispatch_bytes(workload, moe), workload, c) if moe else 0.0
-    repeated = 1.0 if again or "experts" in workload.recompute else 0.0
-    # Megatron keeps a share of the tokens and gathers them again for weight gradients; DTensor keeps what it gathered.
-    gathers = 1.0 if workload.framework.name == "fsdp2" and not workload.repeated_matmuls else 1.0 + GATHERS
     hide = c.expert_hidden if workload.ep_overlap else 0.0
     chunks = workload.parallel.exchange_chunks
     shared = _work_of(_SHARED, layer, sizes) if "shared_experts" in workload.parallel.overlap else None
@@ -202,9 +201,8 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     else:
         together = Load(before.work + after.work, before.launches + after.launches, before.loops + after.loops)
         forward = one(together, 2, 1, 1, back=False)
-    passes = Passes(
-        forward, one(backward, 2 + 2 * repeated, gathers + again, 2 + again, back=True, waits=max(again, repeated))
-    )
+    sent, gathers, rings = (ways[1] for ways in exchanges)
+    passes = Passes(forward, one(backward, sent, gathers, rings, back=True, waits=float(sent > 2)))
     return _with_copies(workload, layer, bounded(passes) if workload.ep_overlap else passes, c)
 
 
@@ -299,13 +297,10 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     parallel = workload.parallel
     dense, experts = held.on_rank(parallel.tp, parallel.ep, parallel.etp)
     dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
-    # In bfloat16, or as codes.
-    each = min(2.0, workload.gather_bytes) if workload.is_own else 2.0
+    each, word = gathered_word(workload), summed_word(workload)
     gather = ring(each * dense, dense_where, workload.cluster, c) + ring(
         each * experts, expert_where, workload.cluster, c
     )
-    # FSDP2 and moefold add gradients up in float32, Megatron in the format in which it keeps them.
-    word = 4.0 if workload.framework.name in ("fsdp2", "moefold") else workload.gradient_bytes
     scatter = ring(word * dense, dense_where, workload.cluster, c) + ring(
         word * experts, expert_where, workload.cluster, c
     )

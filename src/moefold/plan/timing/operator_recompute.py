@@ -18,8 +18,6 @@ from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
 
 # Elementwise work, sorting, and matmuls that no list names, whole.
 _WHOLE = ("norms", "activation", "shared_activation", "dense_activation", "router", "permutation", "experts", "biases")
-# A gather of tokens before each half of a layer, of the four collectives of tensor parallelism that a forward has.
-GATHERS = 0.5
 
 
 @lru_cache(maxsize=10_000)

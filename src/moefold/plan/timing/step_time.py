@@ -50,6 +50,7 @@ from moefold.plan.traffic import (
     host_reaches,
     pipeline_leaves_domain,
     stage_bytes,
+    synced_word,
 )
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
@@ -238,11 +239,7 @@ def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, 
     if shards_by_layer(workload):
         return 0.0, 0.0
     dense, experts = _held(workload)
-    weight = min(2.0, workload.weight_bytes) if parallel.sharding != "none" else workload.gradient_bytes
-    grad = workload.gradient_bytes
-    if parallel.sharding == "none":
-        grad = weight = workload.word
-    each = grad + weight
+    each = synced_word(workload)
     moved = synced_seconds(workload, dense, each, data_reach(workload), parallel.tp, c) + synced_seconds(
         workload, experts, each, expert_data_reach(workload), parallel.ep * parallel.etp, c
     )
