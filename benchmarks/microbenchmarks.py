@@ -2,8 +2,8 @@
 
 A run's time is a sum of operations, and constants fitted to runs can hide that single operations are predicted wrongly,
 as long as the errors cancel. Here nothing can cancel: a matmul of one shape, an attention of one length, one exchange.
-The shape is what the planner makes of it: a rate for all matmuls, bytes at the memory's rate, tiles that are filled in
-part. What else a shape does (few tiles for many processors, a short sum) is what these errors show.
+The shape is what the planner makes of it: a rate for all matmuls, bytes at the memory's rate, tiles and waves of tiles
+that are filled in part. What else a shape does (a short sum, a short time) is what these errors show.
 
     python -m benchmarks.microbenchmarks FOLDER       FOLDER has microbench.jsonl
 """
@@ -25,7 +25,7 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.op_costs import roofline
+from moefold.plan.op_costs import in_waves, roofline
 from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, rates_of
@@ -91,7 +91,9 @@ def _matmul(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]
     moved = shape.get("b", 1) * (2 * (m * k + k * n) + _out_bytes(shape) * m * n)
     flops = 2.0 * shape.get("b", 1) * m * n * k
     name = f"every side at least {SMALL}" if min(m, n, k) >= SMALL else f"a side below {SMALL}"
-    return f"matmul, {name}", rates.gemm * roofline(flops, moved, sizes) / flops
+    return f"matmul, {name}", rates.gemm * roofline(
+        in_waves(flops, shape.get("b", 1) * m * n, sizes), moved, sizes
+    ) / flops
 
 
 def _grouped(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]:

@@ -246,15 +246,12 @@ def test_a_router_has_as_many_kernels_as_were_counted() -> None:
     assert router is not None and router.forward.kernels + router.backward.kernels < 60
 
 
-def test_the_last_wave_of_tiles_is_half_empty() -> None:
-    """Averaged over how many tiles a result may have, against counting waves."""
-    sizes = replace(sizes_of(workload("mixtral_8x7b")), sharpness=64.0)
-    assert sizes.wave == 132 * 128 * 128
-    counts = range(132 * 8 + 1, 132 * 9 + 1)
-    counted = sum(-(-tiles // 132) * 132 / tiles for tiles in counts) / len(counts)
-    predicted = sum(in_waves(1.0, tiles * 128.0 * 128.0, sizes) for tiles in counts) / len(counts)
-    assert predicted == pytest.approx(counted, rel=0.005)
-    assert in_waves(1.0, 64.0, sizes) == 1.5 and in_waves(1.0, 64.0, replace(sizes, wave=0.0)) == 1.0
+def test_a_third_of_a_wave_of_tiles_is_lost_on_a100_and_none_on_later_gpus() -> None:
+    at = workload("mixtral_8x7b")
+    sizes = sizes_of(replace(at, cluster=cluster_of("A100", 64)))
+    assert sizes.wave == 108 * 128 * 128 and sizes_of(at).wave == 0.0
+    assert in_waves(1.0, 4 * sizes.wave, sizes) == pytest.approx(1 + 1 / 12)
+    assert in_waves(1.0, 64.0, sizes) == pytest.approx(4 / 3) and in_waves(1.0, 64.0, sizes_of(at)) == 1.0
 
 
 def test_turns_of_two_microbatches_cost_host_time() -> None:

@@ -13,8 +13,6 @@ from moefold.plan.workload import Workload
 
 # Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
-# Multiprocessors of GPUs for which none are written down.
-_SMS = 148
 # Exponent of the smooth maximum of memory and arithmetic time: 4 adds 19 % where both are equal. In one thread, where
 # nothing overlaps, they add up.
 _SHARPNESS = 4.0
@@ -51,7 +49,8 @@ class Sizes:
     # How much longer arithmetic takes that stays wide.
     wide_slower: float = 1.0
     tile: int = TILE
-    # Elements of a result that the GPU computes at once, a tile on each of its multiprocessors.
+    # Elements of a result that the GPU computes at once, a tile on each of its multiprocessors; 0 where the last such
+    # wave costs nothing.
     wave: float = 0.0
     sharpness: float = _SHARPNESS
 
@@ -80,7 +79,7 @@ def sizes_of(workload: Workload) -> Sizes:
         wide_slower=peak / gpu.bf16_tflops,
         word=workload.word,
         tile=1 if measured else TILE,
-        wave=0.0 if measured else float(gpu.sms or _SMS) * TILE**2,
+        wave=float(gpu.sms * TILE**2) if gpu.architecture == "sm80" else 0.0,
         sharpness=1.0 if measured else _SHARPNESS,
     )
 
