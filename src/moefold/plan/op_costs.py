@@ -45,7 +45,20 @@ class Work:
     loops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
+        """Written out, for a search does this a million times."""
+        return Work(
+            self.gemm_flops + other.gemm_flops,
+            self.grouped_flops + other.grouped_flops,
+            self.quantised + other.quantised,
+            self.quantised_fused + other.quantised_fused,
+            self.attention_flops + other.attention_flops,
+            self.scan_flops + other.scan_flops,
+            self.traffic + other.traffic,
+            self.streamed + other.streamed,
+            self.kernels + other.kernels,
+            self.launches + other.launches,
+            self.loops + other.loops,
+        )
 
     def scaled(self, factor: float) -> Work:
         return Work(*(factor * getattr(self, name) for name in _NAMES))

@@ -34,7 +34,7 @@ from moefold.plan.memory.saving_steps import (
 from moefold.plan.search.candidates import described, why_illegal, workload_of_choice
 from moefold.plan.search.enumeration import first_choice, milestones
 from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
-from moefold.plan.timing.step_time import predict_time
+from moefold.plan.timing.step_time import step_time
 from moefold.plan.workload import Workload
 from moefold.units import format_bytes
 
@@ -153,7 +153,7 @@ def _size(workload: Workload, some: Savings) -> float:
 
 
 def _time(workload: Workload, some: Savings) -> float:
-    return predict_time(saving(workload, some)).step_seconds
+    return step_time(saving(workload, some)).total
 
 
 # ---- of one candidate after the other ----
@@ -189,7 +189,7 @@ class Predictions:
         if choice not in self._seconds:
             workload = self.workload(choice)
             useless = choice.clones and not workload.clones.clones
-            self._seconds[choice] = inf if useless else predict_time(workload).step_seconds
+            self._seconds[choice] = inf if useless else step_time(workload).total
         return self._seconds[choice]
 
     def without_savings(self, choice: LayoutChoice) -> LayoutChoice:
@@ -291,7 +291,7 @@ class Predictions:
                 return self.size(plain._replace(savings=some))
 
             def seconds(some: Savings) -> float:
-                return predict_time(self.workload(plain._replace(savings=some))).step_seconds
+                return step_time(self.workload(plain._replace(savings=some))).total
 
             plain = choice._replace(recompute=self.space.recompute[0])
             known = (step for step in steps_of(self.template) if step.entries in self.space.savings[1:])

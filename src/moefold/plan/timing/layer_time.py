@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
@@ -91,6 +92,7 @@ class Passes:
 _SHARED, _EXPERTS = ("shared", "shared_activation"), ("experts", "activation")
 
 
+@lru_cache(maxsize=10_000)
 def _work_of(names: tuple[str, ...], layer: Layer, sizes: Sizes) -> tuple[Work, Work]:
     """Of these parts: forward, and backward."""
     parts = [part for part in parts_of(layer, sizes) if part.name in names]
@@ -140,7 +142,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     hide = c.expert_hidden if workload.ep_overlap else 0.0
     chunks = workload.parallel.exchange_chunks
     shared = _work_of(_SHARED, layer, sizes) if "shared_experts" in workload.parallel.overlap else None
-    experts_work = _work_of(_EXPERTS, layer, sizes)
+    experts_work = _work_of(_EXPERTS, layer, sizes) if shared is not None or chunks > 1 else None
     tensor = _tensor(workload, layer, c)
     exposed = c.tensor_hidden if workload.framework.tp_overlap else c.tensor_exposed
     tp_chunks = _tensor_chunks(workload)
@@ -171,7 +173,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
             beside = rates.compute(_work_of(_SHARDED_MATMULS, layer, sizes)[back], backward=back)
             tensor_shown -= hidden_in_chunks(_share_in_chunks(workload, layer) * tensor_shown, beside, tp_chunks)
         hidden = hide * expert
-        if dispatches and (shared is not None or chunks > 1):
+        if dispatches and experts_work is not None:
             # Of a shared expert, two thirds are its first matmul and one third its second. Backward is the mirror.
             beside = 0.0 if shared is None else rates.compute(shared[back], backward=back)
             halves = (beside / 3, beside * 2 / 3) if back else (beside * 2 / 3, beside / 3)
