@@ -14,8 +14,9 @@ MAX_FILE, MAX_FUNCTION = 400, 80
 EXCUSE = "Long because:"
 # Lower them when the tree has become smaller. Only a mechanism that is new raises the first: exchanges inside of GEMMs
 # have three files; what of a layer is launched, what its work depends on, what operators are repeated, what presets
-# of a release say, and which link carries what, one each.
-MAX_FILES = 567
+# of a release say, which link carries what,
+# and how long a ramp of the batch takes, one each.
+MAX_FILES = 568
 MAX_ANY_IN_BODY = 258
 
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}

@@ -121,6 +121,12 @@ def _add_goodput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-seconds", type=float, metavar="S", help="a checkpoint blocks training for (estimated)")
     parser.add_argument("--write-seconds", type=float, metavar="S", help="and is complete on disk after (estimated)")
     parser.add_argument("--tokens", default="1T", metavar="N", help="tokens to train on, such as 14.8T (1T)")
+    parser.add_argument(
+        "--batch-ramp",
+        default="",
+        metavar="RAMP",
+        help="smaller batches at first: 3072:120B,6144:150B sequences:tokens",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +231,7 @@ def question_of(args: argparse.Namespace) -> Question:
     from moefold.api.runs import load_run
     from moefold.plan.framework_rules import named_release
     from moefold.plan.published.anchor_file import read_anchor
+    from moefold.plan.search.batch_ramp import parse_ramp
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
@@ -266,6 +273,7 @@ def question_of(args: argparse.Namespace) -> Question:
         save_seconds=args.save_seconds,
         write_seconds=args.write_seconds,
         tokens=parse_count(args.tokens),
+        batch_ramp=parse_ramp(args.batch_ramp),
         anchor=None if args.anchor is None else read_anchor(args.anchor, cluster),
     )
 

@@ -14,6 +14,7 @@ from moefold.plan.link_bytes import link_bytes
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
 from moefold.plan.report.proposal_report import LINKS, RECEIVED, alike_note, alike_of, cost_words, proposal_data
+from moefold.plan.search.batch_ramp import ramp_words
 from moefold.plan.search.candidates import choice_of_workload, described
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
@@ -228,7 +229,7 @@ def _goodput(proposal: Proposal) -> str:
         f"At one failure per {question.mtbf_hours:,.0f} GPU hours this run fails {found.failures_per_day:.2g} times a "
         f"day. A save stops training for {save} and is whole on disk {write} later; a restart takes {restart}. Saving "
         f"every {format_seconds(found.interval)} of training is best. {format_count(question.tokens)} tokens take "
-        f"{proposal.days:,.1f} days.{cost_words(proposal)}"
+        f"{proposal.days:,.1f} days.{cost_words(proposal)} {ramp_words(proposal.phases)}"
     )
     return (
         f'<h2>Goodput under failures</h2><div class="charts"><div class="panel"><div class="bar">{bar}</div>'

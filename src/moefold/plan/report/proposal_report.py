@@ -21,6 +21,7 @@ from moefold.plan.launch_command import folded
 from moefold.plan.link_bytes import LinkBytes, link_bytes
 from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.prediction import Prediction
+from moefold.plan.search.batch_ramp import ramp_words
 from moefold.plan.search.candidates import choice_of_workload, described
 from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.explain import seconds, sweep_spread
@@ -53,6 +54,8 @@ def _parts(proposal: Proposal) -> Iterator[RenderableType]:
         yield Padding(Text(reason), (0, 0, 0, 1))
     yield Text()
     yield Padding(Text(_goodput_words(proposal)), (0, 0, 0, 1))
+    if words := ramp_words(proposal.phases):
+        yield Padding(Text(words), (0, 0, 0, 1))
     yield from _command(proposal)
 
 
@@ -257,6 +260,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         if result
         else None,
         "goodput": asdict(proposal.goodput) | {"tokens": question.tokens, "days": proposal.days},
+        "batch_ramp": [asdict(phase) for phase in proposal.phases],
         "cost": proposal.cost,
         "megawatt_hours": proposal.megawatt_hours,
         "command": " ".join(proposal.command),

@@ -20,6 +20,7 @@ from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_w
 from moefold.plan.memory.saving_steps import savings, savings_of
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
+from moefold.plan.search.batch_ramp import Ramp, RampPhase, days_of, ramp_phases
 from moefold.plan.search.candidates import choice_of_workload, microbatch_group, why_not_started
 from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
 from moefold.plan.search.explain import (
@@ -35,15 +36,7 @@ from moefold.plan.search.explain import (
     what_would_move,
     would_fit_words,
 )
-from moefold.plan.search.goodput import (
-    USUAL_MTBF_HOURS,
-    USUAL_RESTART_SECONDS,
-    Faults,
-    Goodput,
-    days_for,
-    faults_of,
-    goodput,
-)
+from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS, Faults, Goodput, faults_of, goodput
 from moefold.plan.search.search import ALIKE, NothingFitsError, Progress, Result, anything_fits, search, tighter
 from moefold.plan.search.space import LayoutChoice, narrowed, usual_space
 from moefold.plan.search.what_if import Answer, BatchAdvice, answers, better_batch
@@ -92,6 +85,8 @@ class Question:
     save_seconds: float | None = None
     write_seconds: float | None = None
     tokens: float = 1e12
+    # Smaller batches before the run's own, and tokens of each.
+    batch_ramp: Ramp = ()
     # A measured run by which predictions are rescaled.
     anchor: Anchor | None = None
 
@@ -134,6 +129,7 @@ class Proposal:
     faults: Faults
     goodput: Goodput
     days: float
+    phases: tuple[RampPhase, ...]
     anchored: Anchored | None = None
 
     @property
@@ -182,7 +178,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
     command, beyond = _launch(chosen.workload, question)
     faults = _faults(question)
     found = goodput(faults)
-    rate = chosen.tokens_per_second_per_gpu * question.cluster.num_gpus
+    phases = ramp_phases(chosen.workload, question.batch_ramp, question.tokens, found.effective)
     return Proposal(
         question=question,
         chosen=chosen,
@@ -205,7 +201,8 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         beyond=beyond,
         faults=faults,
         goodput=found,
-        days=days_for(question.tokens, rate, found.effective),
+        days=days_of(phases),
+        phases=phases,
         anchored=anchor,
     )
 
