@@ -18,8 +18,8 @@ from moefold.plan.published.error_page import REASONS, classes, error_page, reas
 from moefold.plan.published.fit import constants_of, fit, fitted_source, inside, left_out
 from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.timing.constants import CURRENT, MEANINGS
-from moefold.plan.timing.fitted import ANCHORS
-from moefold.plan.timing.step_time import step_time
+from moefold.plan.timing.fitted import ANCHORS, INTERVALS
+from moefold.plan.timing.step_time import interval_of, step_time
 from moefold.plan.timing.throughput import rates_of
 
 MIXTRAL = {
@@ -250,3 +250,15 @@ def test_watts_to_spare_make_no_gpu_faster_than_its_units() -> None:
 def test_the_longest_reason_wins() -> None:
     assert reason_for("titan-t2-8b-cp8") == REASONS["titan-t2"]
     assert reason_for("somewhere-else") == "not understood"
+
+
+def test_an_interval_is_of_the_nearest_runs_that_there_are() -> None:
+    """Of this framework on such GPUs, of this framework, of this kind of model: the first that was published."""
+    for gpu, framework, expected in (
+        ("H100", "megatron", INTERVALS["megatron moe sm90"]),
+        ("GB200", "megatron", INTERVALS["megatron moe sm100"]),
+        ("A100", "megatron", INTERVALS["megatron moe"]),
+        ("H100", "moefold", INTERVALS["moe"]),
+    ):
+        at = published_workload(_record(0, gpu, 1, 8, 1, MIXTRAL))
+        assert interval_of(replace(at, framework=replace(at.framework, name=framework))) == expected

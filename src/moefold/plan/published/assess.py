@@ -230,8 +230,7 @@ def _ranks(folder: Path, records: Mapping[str, Record], errors: Mapping[str, flo
 
 
 def interval_in(intervals: Mapping[str, tuple[float, float]], point: Point) -> tuple[float, float]:
-    own, kind = interval_kinds(point.workload)
-    return intervals.get(own, intervals[kind])
+    return next(intervals[name] for name in interval_kinds(point.workload) if name in intervals)
 
 
 def _intervals(
@@ -241,10 +240,10 @@ def _intervals(
     for point in points:
         for name in interval_kinds(point.workload):
             members[name].append(point)
-    kinds = {interval_kinds(point.workload)[1] for point in points}
+    kinds, own = ({interval_kinds(point.workload)[which] for point in points} for which in (2, 1))
     found, inside = dict[str, tuple[float, float]](), dict[str, bool]()
-    # Kinds first: what is inside of a framework's own interval replaces what is inside of its kind's.
-    for name in sorted(members, key=lambda name: (name not in kinds, name)):
+    # The widest first: what is inside of a nearer interval replaces what is inside of a wider one's.
+    for name in sorted(members, key=lambda name: (name not in kinds, name not in own, name)):
         those = members[name]
         groups = {point.leak_group for point in those}
         if name in kinds or (len(those) >= FEWEST_RUNS and len(groups) >= FEWEST_GROUPS):

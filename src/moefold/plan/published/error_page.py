@@ -187,9 +187,9 @@ def _feasibility(result: Assessment) -> str:
         "## Fitting, and the interval\n\n"
         f"Runs known to run out of memory that are said to fit: {len(result.false_fits)}. Runs that ran but are said "
         f"not to fit: {len(result.false_oom)} of {len(result.points)}. Measured over predicted, the 80 % interval is "
-        f"{intervals}: that of its framework and kind of model where enough was published, else of its kind. Runs of "
-        f"other leak groups give intervals that hold {_percent(result.held)} of "
-        "the runs."
+        f"{intervals}: that of its framework, kind of model and GPU architecture where enough was published, else of "
+        "the first two, else of its kind. Runs of other leak groups give intervals that hold "
+        f"{_percent(result.held)} of the runs."
     )
 
 

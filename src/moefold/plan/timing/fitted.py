@@ -66,6 +66,14 @@ INTERVALS: dict[str, tuple[float, float]] = {
     "fsdp2 dense": (0.814, 1.441),
     "megatron dense": (0.940, 1.095),
     "megatron moe": (0.868, 1.189),
+    "deepspeed dense sm80": (0.862, 1.292),
+    "fsdp2 dense sm90": (0.810, 1.444),
+    "megatron dense sm100": (0.874, 1.102),
+    "megatron dense sm103": (0.946, 1.103),
+    "megatron dense sm90": (0.949, 1.114),
+    "megatron moe sm100": (0.833, 1.175),
+    "megatron moe sm103": (0.886, 1.162),
+    "megatron moe sm90": (0.862, 1.341),
 }
 # Variances of log(measured / predicted), what two runs have in common and what each has of its own: by kind
 # of model, who measured the anchor, and how near it is (`timing/anchoring.py`).

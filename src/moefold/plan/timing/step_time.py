@@ -299,16 +299,17 @@ def _own(workload: Workload, dense: float, experts: float) -> float:
     return dense / shards + experts / edp
 
 
-def interval_kinds(workload: Workload) -> tuple[str, str]:
-    """Of which published runs the interval is, the nearest first: this framework's, or all frameworks', of its kind."""
+def interval_kinds(workload: Workload) -> tuple[str, str, str]:
+    """Of which published runs the interval is, the nearest first: of its kind this framework's on such GPUs, this
+    framework's, or all frameworks'."""
     kind = "moe" if workload.model.is_moe else "dense"
-    return f"{workload.framework.name} {kind}", kind
+    own = f"{workload.framework.name} {kind}"
+    return f"{own} {workload.cluster.gpu.architecture}", own, kind
 
 
 def interval_of(workload: Workload) -> tuple[float, float]:
     """80 % of measured step times lie between these multiples of the predicted one."""
-    own, kind = interval_kinds(workload)
-    return INTERVALS.get(own, INTERVALS[kind])
+    return next(INTERVALS[name] for name in interval_kinds(workload) if name in INTERVALS)
 
 
 def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
