@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import product
 from math import inf, log2
+from types import SimpleNamespace
 
 import pytest
 from tests.marks import slow_except
@@ -140,7 +141,8 @@ def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cheapest_savings, "predict_memory", pretend_memory)
     monkeypatch.setattr(cheapest_savings, "bytes_up_to", lambda workload, limit: pretend_memory(workload).total)
     monkeypatch.setattr(cheapest_savings, "usable_bytes", lambda workload: workload.cluster.gpu.memory_bytes / 4)
-    monkeypatch.setattr(cheapest_savings, "predict_time", pretend_time)
+    pretend_step = lambda workload: SimpleNamespace(total=pretend_time(workload).step_seconds)  # noqa: E731
+    monkeypatch.setattr(cheapest_savings, "step_time", pretend_step)
 
 
 def everything(workload: Workload, space: Space) -> list[tuple[float, float, LayoutChoice]]:

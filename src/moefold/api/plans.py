@@ -35,7 +35,7 @@ class Plan:
     >>> isinstance(plan, moefold.Plan), plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
     (True, 8, True)
     >>> sorted(plan.to_dict())[:4]
-    ['alike', 'anchor', 'batch_advice', 'beyond_moefold']
+    ['alike', 'anchor', 'batch_advice', 'batch_ramp']
     """
 
     def __init__(self, proposal: Proposal) -> None:
