@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -241,7 +241,6 @@ def small_expert_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = {"BLOCK_P": 16, "BLOCK_N": 16, "BLOCK_K": 32, "BLOCK_F": 32, "BLOCK_L": 16, "SENDERS": 3}
     for name, block in blocks.items():
         monkeypatch.setattr(experts, name, block)
-    monkeypatch.setattr(experts, "BLOCK_SUM", 64)
 
 
 @pytest.mark.parametrize("seed", slow_except(range(50), 0, 1, 2))
@@ -314,6 +313,57 @@ def test_tiles_wait_for_rows_that_are_late(waits: bool, monkeypatch: pytest.Monk
     case = Case(1, (16, 21), (16, 8), 16)
     for found in spawn_ranks(partial(late_error, case=case, shared=shared_buffers(2), waits=waits), 2):
         assert (found < 1e-5) == waits, found
+
+
+def late_memory(rank: int, shared: list[list[Tensor]]) -> PeerMemory:
+    """Rank 0 begins an exchange long after the others."""
+
+    def barrier() -> None:
+        dist.barrier()
+        time.sleep(0.4 if rank == 0 else 0)
+
+    first, second = (PeerBuffer(of_rank, barrier) for of_rank in shared)
+    return PeerMemory(rank, (first, second), ThreadCommStream())
+
+
+def scattered_experts(memory: PeerMemory, case: ExpertCase) -> tuple[Tensor, Tensor]:
+    expert_SK, (_, down) = assignments(case), expert_weights(case, memory.rank)
+    hidden_SKF, _ = expert_outputs(case, memory.rank)
+    span = (memory.rank * case.local, case.local)
+    rows = experts.sort_rows(expert_SK, case.rows, memory.rank, span, expert_SK.numel())
+    hidden_PF = hidden_SKF.flatten(0, 1)[rows.place_P]
+    y_SL = sum(expert_outputs(case, peer)[1] for peer in range(case.size))
+    y_tL, _ = experts.experts_scatter(memory, hidden_PF, case.rows, rows, case.top_k, down)
+    return y_tL, y_SL.split(case.rows)[memory.rank]
+
+
+def after_an_exchange_without_rows(
+    rank: int, scatter: Callable[[PeerMemory, Case], object], cases: Sequence[Case], shared: list[list[Tensor]]
+) -> float:
+    """Rank 1 has no rows in the first exchange; in the third, in the same buffer, it must wait for those of rank 0."""
+    memory = late_memory(rank, shared)
+    with interpreting():
+        scatter(memory, cases[0])
+        memory.next_parts((1, 1), torch.float32)
+        return off(*scatter(memory, cases[1]))
+
+
+WITHOUT_ROWS = {
+    "gemm": (scattered, [Case(1, rows, (16, 8), 16) for rows in ((16, 0), (0, 16))]),
+    "experts": (
+        scattered_experts,
+        [ExpertCase(1, rows, 2, 2, 24, 32, "swiglu", 0, torch.float32) for rows in ((16, 0), (0, 16))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROWS)
+def test_a_rank_without_rows_waits_until_its_counters_are_raised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered before that, they were found raised two exchanges later, and sums were made of what was there before."""
+    small_expert_blocks(monkeypatch)
+    scatter, cases = WITHOUT_ROWS[name]
+    work = partial(after_an_exchange_without_rows, scatter=scatter, cases=cases, shared=shared_buffers(2))
+    assert max(spawn_ranks(work, 2)) < 1e-5
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:

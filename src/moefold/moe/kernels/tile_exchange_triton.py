@@ -211,13 +211,7 @@ def matmul_scatter(
     columns = len(weight_NK)
     parts = memory.next_parts((memory.size, sizes[memory.rank], columns), sent)
     programs = _send(memory, x_SK, weight_NK, sizes, columns, sent, own_row=0, by_rows=True)
-    y_tN = x_SK.new_empty(sizes[memory.rank], columns)
-    if y_tN.numel():
-        sum_parts_kernel[(triton.cdiv(y_tN.numel(), BLOCK_SUM),)](
-            parts, y_tN, memory.counters, programs, memory.size, y_tN.numel(), BLOCK=BLOCK_SUM
-        )
-    memory.lower_counters()
-    return y_tN
+    return sum_arrived(memory, parts, x_SK.new_empty(sizes[memory.rank], columns), programs)
 
 
 def matmul_to_columns(
@@ -232,6 +226,20 @@ def matmul_to_columns(
     wait_kernel[(1,)](memory.counters, programs, memory.size)
     memory.lower_counters()
     return received_Sn
+
+
+def sum_arrived(memory: PeerMemory, parts: Tensor, y: Tensor, programs: int) -> Tensor:
+    """Into y, when ``programs`` of every rank have stored what they have for this rank."""
+    if y.numel():
+        sum_parts_kernel[(triton.cdiv(y.numel(), BLOCK_SUM),)](
+            parts, y, memory.counters, programs, memory.size, y.numel(), BLOCK=BLOCK_SUM
+        )
+    else:
+        # Peers raise the counters of a rank without rows as well. Lowered before that, they would be found raised in
+        # the next exchange but one, which would then read what has not arrived.
+        wait_kernel[(1,)](memory.counters, programs, memory.size)
+    memory.lower_counters()
+    return y
 
 
 def _send(

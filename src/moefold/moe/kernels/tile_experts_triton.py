@@ -34,13 +34,7 @@ from torch import Tensor
 from moefold.comm.peer_memory import PeerMemory
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
-from moefold.moe.kernels.tile_exchange_triton import (
-    BLOCK_SUM,
-    multiply_rows,
-    signal,
-    sum_parts_kernel,
-    wait_for,
-)
+from moefold.moe.kernels.tile_exchange_triton import multiply_rows, signal, sum_arrived, wait_for
 from moefold.ops.kernels.aot_specs import MODELS, Build, moe_of, refuse_wide
 from moefold.ops.kernels.attention_triton import matmul
 from moefold.ops.kernels.swiglu_triton import activate, is_clamped
@@ -288,13 +282,7 @@ def experts_scatter(
         # The interpreter runs one kernel at a time.
         multiply()
         send()
-    y_tL = hidden_PF.new_empty(sizes[memory.rank], dim)
-    if y_tL.numel():
-        sum_parts_kernel[(triton.cdiv(y_tL.numel(), BLOCK_SUM),)](
-            parts, y_tL, memory.counters, SENDERS, memory.size, y_tL.numel(), BLOCK=BLOCK_SUM
-        )
-    memory.lower_counters()
-    return y_tL, out_PL
+    return sum_arrived(memory, parts, hidden_PF.new_empty(sizes[memory.rank], dim), SENDERS), out_PL
 
 
 def _cast_constants(cast: Cast | None) -> dict[str, object]:
