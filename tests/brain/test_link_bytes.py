@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,17 +52,24 @@ def received(at: Workload, rank: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(f"{k}={v}" for k, v in layout.items()))
-def test_sums_are_those_of_all_messages(layout: dict[str, Any]) -> None:
+def in_words(changes: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in changes.items())
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"num_mtp": 2, "num_layers": 6}, {"tied_embeddings": True, "num_layers": 6}], ids=in_words
+)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=in_words)
+def test_sums_are_those_of_all_messages(layout: dict[str, Any], model: dict[str, Any]) -> None:
     at = workload(layout)
+    at = replace(at, run=override(at.run, {f"model.{key}": value for key, value in model.items()}))
     by_rank = [received(at, rank) for rank in range(0, 8, 8 // at.parallel.pp)]
-    # The ends of a pipeline have a neighbour less, and what the embedding and the loss send besides.
-    most = max(by_rank, key=lambda sums: (sums["messages between stages"], sum(sums.values())))
+    most = max(by_rank, key=lambda sums: sum(sums.values()))
     predicted = {each.name: each.total for each in link_bytes(at)}
     assert set(predicted) == set(most)
     for name, total in most.items():
-        # Routers and norms are in other formats; the embedding's and the loss's own sums are not counted, nor are
-        # indices and probabilities of rows.
+        # Routers and norms are in other formats; indices and probabilities of rows are not counted, nor are the loss's
+        # two numbers per token.
         assert predicted[name] == pytest.approx(total, rel=0.04), name
 
 
@@ -83,3 +91,16 @@ def test_what_crosses_domains_is_counted_on_the_network() -> None:
     assert sharded.outside / sharded.total == pytest.approx((1 / 2 / 8) / (15 / 16))
     alone = link_bytes(workload({"ep": 1}, 1))
     assert alone == ()
+
+
+def test_clones_of_experts_travel_too() -> None:
+    """Three matrices in bfloat16, out and their gradients back, of as many clones as the plan of a layer makes."""
+    at = workload({"ep": 8, "echo.slots": 2})
+    busy = replace(at, imbalance=1.8)
+    assert busy.clones.clones
+    found = next(each for each in link_bytes(busy) if each.name == "clones of experts")
+    model = at.run.model
+    assert model.moe is not None
+    expert = 3 * model.dim * model.moe.expert_hidden_dim * 2
+    times = model.num_layers * at.microbatches * 2
+    assert found.inside == pytest.approx(times * busy.clones.clones / 8 * expert) and found.outside == 0

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.report_runs import GIB, PROBS_INSIDE, TABLE_3, TABLE_3_RANK
 from moefold.blueprint.model_shape import Attention, Layer, MoE, shape_of
+from moefold.blueprint.param_counts import layer_counts
+from moefold.blueprint.parameters import join_parameter
 from moefold.blueprint.stages import balanced_stages
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
@@ -25,6 +27,7 @@ from moefold.plan.memory.layer_activations import kept_by, rows_of
 from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.saving_steps import offered, savings
+from moefold.plan.memory.states import rank_weights
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.stage_contents import BALANCED, contents_of
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
@@ -237,6 +240,18 @@ def test_layers_are_dealt_as_the_trainer_deals_them(name: str) -> None:
                 trained = balanced_stages(shape_of(model), stages)
                 assert [sum(count for _, count in one.layers) for one in said] == [len(one.layers) for one in trained]
                 assert [one.mtp for one in said] == [len(one.mtp) for one in trained]
+
+
+def test_mtp_modules_may_be_other_layers_than_the_last() -> None:
+    """A dense model with a module that has experts: the module's parameters, once each, beside the layers'."""
+    shape = shape_of(RECIPES["deepseek_v3"]().model)
+    layer, ahead = shape.layers[0], shape.layers[-1]
+    model = replace(shape, layers=(layer,) * 3, mtp_layers=(ahead,) * 2)
+    held = rank_weights(model, contents_of(model, 1, None), (1, 1, 1))
+    of_module, of_layer = layer_counts(ahead, model.dim), layer_counts(layer, model.dim)
+    assert held.experts == 2 * of_module.experts
+    joins = 2 * join_parameter("", model.dim).size
+    assert held.dense - held.ends == 2 * of_module.on_rank(1, 1, 1)[0] + 3 * of_layer.on_rank(1, 1, 1)[0] + joins
 
 
 # ---- what would help ----

@@ -18,6 +18,7 @@ from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.published.anchor_file import read_anchor
 from moefold.plan.report.plan_page import page
 from moefold.plan.report.proposal_report import layout_data, proposal_data
+from moefold.plan.search.batch_ramp import parse_ramp
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
 from moefold.plan.search.proposal import Proposal, Question, propose
 from moefold.plan.search.search import Progress
@@ -155,6 +156,7 @@ def plan(
     headroom: float | None = None,
     fit: float | None = None,
     tokens: float = 1e12,
+    batch_ramp: str = "",
     anchor: str | Path | None = None,
 ) -> Plan:
     """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
@@ -167,8 +169,9 @@ def plan(
     bandwidth, where they are not the GPU's usual ones; with `machine`, every rank is on a host of its own behind such a
     link. `imbalance` is the number of rows of the busiest expert rank over the mean, `headroom` the fraction of memory
     to leave free (unless given 0.05, and a tenth where that costs under 3 % of the step), `fit` the bytes to fit into
-    whatever the GPU has, `tokens` how many the whole training run has. `anchor` is a measured run by which predictions
-    are rescaled: a run's directory, a file that states one, or `published.jsonl:ID` (docs/plan.md).
+    whatever the GPU has, `tokens` how many the whole training run has, and `batch_ramp` smaller batches that it begins
+    with, as in `"512:100B,1024:200B"`. `anchor` is a measured run by which predictions are rescaled: a run's directory,
+    a file that states one, or `published.jsonl:ID` (docs/plan.md).
 
     >>> import moefold
     >>> plan = moefold.plan("qwen3_30b_a3b", gpu="H100", gpus=64, fix="tp=1,cp=1,pp=1,ep=8,16")
@@ -204,6 +207,7 @@ def plan(
             mtbf_hours=USUAL_MTBF_HOURS,
             restart_seconds=USUAL_RESTART_SECONDS,
             tokens=tokens,
+            batch_ramp=parse_ramp(batch_ramp),
             anchor=None if anchor is None else read_anchor(anchor, made),
         )
     )

@@ -158,10 +158,8 @@ def distinct(places: float, choices: int) -> float:
 def tensor_bytes(workload: Workload, layer: Layer, experts: bool = True) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank. Those of split ``experts``
     are among them or not."""
-    tp = workload.parallel.tp
-    tokens = workload.context_tokens
-    # As many gathers as sums; in moefold a sum has a format of its own.
-    once = (workload.word + _sum_bytes(workload)) / 2 * tokens * workload.model.dim * (tp - 1) / tp
+    tp, tokens = workload.parallel.tp, workload.context_tokens
+    once = sequence_bytes(workload)
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
         passes += 2.0 * (layer.feed.shared_hidden_dim > 0)
@@ -173,6 +171,14 @@ def tensor_bytes(workload: Workload, layer: Layer, experts: bool = True) -> floa
         rows = tokens / tp * layer.feed.top_k * etp
         total += 2 * workload.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp
     return total
+
+
+def sequence_bytes(workload: Workload) -> float:
+    """Of one gather of all tokens, or of one sum: their mean, as there are as many of both. In moefold a sum has a
+    format of its own."""
+    tp = workload.parallel.tp
+    each = (workload.word + _sum_bytes(workload)) / 2
+    return each * workload.context_tokens * workload.model.dim * (tp - 1) / tp
 
 
 class Exchanges(NamedTuple):

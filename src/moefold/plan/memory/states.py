@@ -67,7 +67,8 @@ def rank_weights(model: ModelShape, stages: tuple[StageContents, ...], degrees: 
         for layer, count in stage.layers:
             kinds[layer] = kinds.get(layer, 0) + count
         if stage.mtp:
-            kinds[model.mtp_layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
+            ahead = model.mtp_layers[-1]
+            kinds[ahead] = kinds.get(ahead, 0) + stage.mtp
             dense += stage.mtp * join_parameter("", model.dim).size / tp
     for layer, count in kinds.items():
         held = layer_counts(layer, model.dim)

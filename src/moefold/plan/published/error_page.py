@@ -38,6 +38,10 @@ better than that.
 What was **not** left out: the formulas, the priors, and what is assumed where a source does not print something
 (`plan/published/`) were chosen by people who had seen all of these runs, and memory has no refitted constants.
 Expect new runs to be predicted somewhat worse than this page says.
+
+Records that print a layout and nothing else of how a run was made are read with the preset of their release, where its
+source is public (`plan/published/release_presets.py`), and notes of a record may name a variant of its GPU, such as one
+with fewer watts. One row prints the layout of the release before; it is read with its preset's.
 """
 
 

@@ -22,13 +22,14 @@ from moefold.errors import ConfigError, Problem, ProblemsError
 from moefold.plan.launch_command import changes_to_run
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.proposal_report import anchor_data, prediction_data
+from moefold.plan.search.batch_ramp import ramp_words
 from moefold.plan.search.candidates import choice_of_workload, described, why_illegal, workload_of_choice
 from moefold.plan.search.explain import changed_choices, seconds, sweep_spread, time_differences
 from moefold.plan.search.proposal import Proposal, Question, propose, with_framework
 from moefold.plan.search.search import NothingFitsError, Progress
 from moefold.plan.search.space import LayoutChoice, limits_of, narrowed, pinned, usual_space
 from moefold.plan.workload import workload_of_run
-from moefold.units import format_bytes
+from moefold.units import format_bytes, format_count
 
 # Causes that make up less of a difference are not named.
 _WORTH_A_WORD = 0.1
@@ -184,6 +185,8 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     head = _table("", "A", "B", "B - A")
     for label, of, shown in _FIGURES:
         head.add_row(label, *_cells([of(plan) for plan in comparison.plans], shown))
+    days = [made.days for made in comparison.proposals]
+    head.add_row(f"days for {format_count(question.tokens)} tokens", *_cells(days, lambda each: f"{each:,.1f}"))
     head.add_row("wall", *(plan.wall for plan in comparison.plans), "")
     yield head
     times = _table("", "A exposed", "A hidden", "B exposed", "B hidden", "B - A exposed")
@@ -197,7 +200,9 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
         memory.add_row(name, *_cells(held, format_bytes))
     yield memory
     found = comparison.proposals[0].anchored
-    for words in (verdict(comparison), found.words if found else ""):
+    ramps = [ramp_words(made.phases) for made in comparison.proposals]
+    both = [f"{letter}: {words}" if words else "" for letter, words in zip("AB", ramps)]
+    for words in (verdict(comparison), *both, found.words if found else ""):
         if words:
             yield Padding(Text(words), (0, 0, 0, 1))
 
@@ -257,7 +262,7 @@ def comparison_data(comparison: Comparison) -> dict[str, Any]:
     rows = _time_rows(comparison.plans)
     return {
         "plans": [
-            {"name": name, "command": " ".join(made.command)} | prediction_data(made.chosen)
+            {"name": name, "command": " ".join(made.command), "days": made.days} | prediction_data(made.chosen)
             for name, made in zip(comparison.names, comparison.proposals)
         ],
         "time": [

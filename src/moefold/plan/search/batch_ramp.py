@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from moefold.checks.run_all import problems
 from moefold.errors import ConfigError, Problem
+from moefold.plan.search.candidates import choice_of_workload, why_illegal
 from moefold.plan.search.goodput import days_for
+from moefold.plan.search.space import limits_of, usual_space
 from moefold.plan.timing.step_time import step_time
 from moefold.plan.workload import Workload, changed
-from moefold.units import format_count, parse_count
+from moefold.units import UnitError, format_count, parse_count
 
 Ramp = tuple[tuple[int, int], ...]
 
@@ -37,7 +40,10 @@ def parse_ramp(text: str) -> Ramp:
         batch, colon, tokens = word.partition(":")
         if not colon or not batch.strip().isdigit():
             raise ConfigError(Problem("batch-ramp", f"{word!r} is no BATCH:TOKENS", "write 512:100B,1024:200B"))
-        found.append((int(batch), parse_count(tokens)))
+        try:
+            found.append((int(batch), parse_count(tokens.strip())))
+        except UnitError as error:
+            raise ConfigError(Problem("batch-ramp", f"{word!r}: {error}")) from error
     return tuple(found)
 
 
@@ -45,12 +51,12 @@ def ramp_phases(workload: Workload, ramp: Ramp, tokens: float, effective: float 
     """Those of the ramp and what is left for the run's own batch. ``effective``: share of the time that trains."""
     whole = workload.run.data.global_batch
     left = tokens - sum(each for _, each in ramp)
-    problems = [found for batch, _ in ramp if (found := _problem(workload, batch))]
+    refused = [found for batch, _ in ramp if (found := _problem(workload, batch))]
     if ramp and left <= 0:
         words = f"takes {format_count(tokens - left)} tokens of {format_count(tokens)}"
-        problems.append(Problem("batch-ramp", words, "leave some for the run's own batch, or train on more (--tokens)"))
-    if problems:
-        raise ConfigError(*problems)
+        refused.append(Problem("batch-ramp", words, "leave some for the run's own batch, or train on more (--tokens)"))
+    if refused:
+        raise ConfigError(*refused)
     return tuple(_phase(workload, batch, each, effective) for batch, each in (*ramp, (whole, left)))
 
 
@@ -82,12 +88,29 @@ def _phase(workload: Workload, batch: int, tokens: float, effective: float) -> R
 
 
 def _problem(workload: Workload, batch: int) -> Problem | None:
-    """A batch that the layout cannot cut into microbatches, or with too few of them for its order."""
-    parallel, one = workload.parallel, workload.dp * workload.run.data.micro_batch
-    # Interleaved stages go round in turns of as many microbatches as there are ranks.
-    least = one * (parallel.pp if parallel.vpp > 1 else 1)
-    if batch >= least and batch % one == 0:
+    """What refuses this batch of those that refuse layouts, and not the run's own."""
+    own = _refusals(workload)
+
+    def refusal(batch: int) -> str:
+        return next(
+            (each for each in _refusals(changed(workload, data={"global_batch": batch})) if each not in own), ""
+        )
+
+    reason = refusal(batch)
+    if not reason:
         return None
-    nearest = max(least, round(batch / one) * one)
-    words = f"a batch of {batch:,} does not cut into microbatches of {one:,} sequences, at least {least // one}"
-    return Problem("batch-ramp", words, f"use {nearest:,}, or pin a layout with fewer replicas (--fix)")
+    one = workload.dp * workload.run.data.micro_batch
+    others = range(one, workload.run.data.global_batch, one)
+    nearest = next(
+        (other for other in sorted(others, key=lambda other: abs(other - batch)) if not refusal(other)), None
+    )
+    instead = f"use {nearest:,}, or" if nearest else "no smaller batch is possible:"
+    return Problem("batch-ramp", f"phase of {batch:,} sequences: {reason}", f"{instead} pin another layout (--fix)")
+
+
+def _refusals(workload: Workload) -> list[str]:
+    """Of `moefold check`; of another framework, the first rule that candidates have to obey."""
+    if workload.is_own:
+        return [each.message for each in problems(workload.run, workload.cluster.num_gpus)]
+    reason = why_illegal(choice_of_workload(workload), limits_of(workload), usual_space(workload))
+    return [] if reason is None else [reason]

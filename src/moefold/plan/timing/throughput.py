@@ -30,7 +30,7 @@ from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
 
-# GPUs are compared with this one, in 1e12 FLOP/s of bf16 per watt.
+# 1e12 FLOP/s of bf16 per watt of an architecture's usual chip, with which one that has fewer watts is compared.
 _USUAL = {"sm80": 312 / 400, "sm90": 989 / 700, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
 # Exponent of the smooth maximum of GPU and host time; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
@@ -173,7 +173,8 @@ def conversion_passes(cast: Cast | None) -> float:
 
 
 def _matmul_seconds(workload: Workload, c: Constants) -> float:
-    """Seconds per FLOP of a large matmul. Chips with more arithmetic per watt than H100 sustain less of it."""
+    """Seconds per FLOP of a large matmul: each architecture sustains its own share of the peak, and a chip that is
+    held below its usual watts less of that."""
     gpu = workload.cluster.gpu
     of_chip = {"sm80": c.gemm_sm80, "sm90": 1.0, "sm103": c.gemm_sm103}
     share = _capped(gpu, c) * of_chip.get(gpu.architecture, c.gemm_sm100)
