@@ -25,6 +25,7 @@ from moefold.plan.framework_rules import MEGATRON, RULED, Rule, named_release, r
 from moefold.plan.memory.saving_steps import savings
 from moefold.plan.search.candidates import why_not_started
 from moefold.plan.search.proposal import Question, propose
+from moefold.plan.search.search import NothingFitsError
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "framework_verdicts.json").read_text("utf-8"))
 
@@ -81,16 +82,16 @@ def test_no_release_means_all_and_a_release_itself() -> None:
         named_release("megatron@0.3")
 
 
-def megatron(fixed: str, gpus: int = 8, framework: str = "megatron") -> Any:
-    run = load_run("qwen3_30b_a3b")
-    return propose(
-        Question(run, "qwen3_30b_a3b", cluster_of("H100", gpus), framework=framework, fixed=fixed, headroom=0.0)  # type: ignore[arg-type]
-    )
+def megatron(fixed: str, gpus: int = 8, release: str = "") -> Any:
+    run, cluster = load_run("qwen3_30b_a3b"), cluster_of("H100", gpus)
+    return propose(Question(run, run.name, cluster, framework="megatron", release=release, fixed=fixed, headroom=0.0))
 
 
 def test_what_the_search_chooses_lists_and_asks_is_legal() -> None:
     """The lightest recompute beside an overlap was once all of it, which Megatron refuses."""
-    proposal = megatron("tp=1,cp=1,pp=1,ep=8,etp=1,sequences=1,format=bfloat16,sharding=fsdp,dispatcher=all_to_all", 32)
+    proposal = megatron(
+        "tp=1,cp=1,pp=1,ep=8,etp=1,sequences=1,format=bfloat16,sharding=zero1,dispatcher=all_to_all", 32
+    )
     chosen = proposal.chosen.workload
     assert proposal.result is not None
     assert {each.choice.ep_overlap for each in proposal.result.ranked} == {False, True}
@@ -105,6 +106,29 @@ def test_what_the_search_chooses_lists_and_asks_is_legal() -> None:
     assert all(each.prediction is None for each in refused)
     # What moefold cannot start at all has no line; any other has one that `check` accepts.
     assert not proposal.command or not problems(launched(proposal), 32)
+
+
+def test_megatron_fsdp_overlaps_dispatch_in_few_layouts() -> None:
+    """Its wrapper gathers parameters in hooks that the order of two microbatches passes by: of no layout before 0.18,
+    then without virtual stages and graphs of layers (`test_fsdp_1f1b_overlap.py` of 0.19 has what works)."""
+    works = {
+        "use_megatron_fsdp": True,
+        "overlap_moe_expert_parallel_comm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    works |= {"bf16": True, "expert_model_parallel_size": 4, "num_moe_experts": 8, "cuda_graph_impl": "none"}
+    assert "gathers parameters" in (refusal("megatron", works) or "")
+    assert refusal("megatron", works, "0.19.1") is None
+    graphed = works | {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ("attn",)}
+    staged = works | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    for settings, words in ((graphed, "per-layer CUDA graphs"), (staged, "interleaved")):
+        assert words in (refusal("megatron", settings, "0.19.1") or "")
+        assert refusal("megatron", {**settings, "use_megatron_fsdp": False}, "0.19.1") is None
+    fixed = "tp=1,cp=1,pp=1,ep=8,etp=1,sharding=fsdp,dispatcher=all_to_all,ep_overlap=true"
+    found = megatron(fixed, 32, release="0.19.1")
+    assert {each.choice.graphs for each in found.result.ranked} == {"none"}
+    with pytest.raises(NothingFitsError, match="Megatron-FSDP"):
+        megatron(fixed, 32)
 
 
 def launched(proposal: Any) -> Any:

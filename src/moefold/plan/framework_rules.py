@@ -91,6 +91,8 @@ class RuledFramework:
 _CONFIG = "megatron.core.transformer.transformer_config"
 _ARGUMENTS = "megatron.training.arguments"
 _ENUMS = "megatron.core.enums"
+_COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
+_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 MEGATRON = RuledFramework(
@@ -161,6 +163,28 @@ MEGATRON = RuledFramework(
             "overlap_moe_expert_parallel_comm must be enabled when enabling delay_wgrad_compute",
             _CONFIG,
         ),
+        # Megatron-FSDP gathers parameters in hooks of modules, and the order of two microbatches calls their parts.
+        Rule(
+            f"{_OVERLAP} use_megatron_fsdp",
+            "overlap_moe_expert_parallel_comm passes by the forward in which Megatron-FSDP gathers parameters",
+            _COMBINED,
+            before=(0, 18),
+            late=True,
+        ),
+        Rule(
+            f"{_OVERLAP} use_megatron_fsdp virtual_pipeline_model_parallel_size>1",
+            "EP overlap 1F1B with FSDP is not supported for interleaved pipeline parallelism",
+            _COMBINED,
+            since=(0, 18),
+            late=True,
+        ),
+        Rule(
+            f"{_OVERLAP} use_megatron_fsdp cuda_graph_impl=transformer_engine|local",
+            "1F1B overlap with FSDP does not support per-layer CUDA graphs",
+            _FSDP,
+            since=(0, 18),
+            late=True,
+        ),
         # ---- graphs ----
         Rule(
             "cuda_graph_impl=transformer_engine|local recompute_granularity=full",
@@ -206,12 +230,7 @@ MEGATRON = RuledFramework(
             "megatron.core.transformer.moe",
             late=True,
         ),
-        Rule(
-            "moe_paged_stash",
-            "no argument --moe-paged-stash before 0.18",
-            _ARGUMENTS,
-            before=(0, 18),
-        ),
+        Rule("moe_paged_stash", "no argument --moe-paged-stash before 0.18", _ARGUMENTS, before=(0, 18)),
         Rule(
             "moe_paged_stash moe_flex_dispatcher_backend!=hybridep",
             "moe_expert_rank_capacity_factor requires moe_flex_dispatcher_backend to be 'hybridep'",
@@ -287,11 +306,7 @@ TORCHTITAN = RuledFramework(
             "ParallelismConfig has no expert_tensor_parallel_degree: EP borrows ranks from FSDP and TP",
             "torchtitan.config.configs",
         ),
-        Rule(
-            "ranks_beyond_ep>0",
-            "dp_shard * cp * tp == efsdp * ep",
-            "torchtitan.config.configs",
-        ),
+        Rule("ranks_beyond_ep>0", "dp_shard * cp * tp == efsdp * ep", "torchtitan.config.configs"),
         Rule(
             "ep_overlap pipeline_parallel_schedule!=DualPipeV",
             "exchanges of experts overlap with another microbatch in the DualPipeV schedule only",
@@ -335,11 +350,7 @@ TORCHTITAN = RuledFramework(
             "MTP does not support context parallelism yet",
             "torchtitan.models.deepseek_v3.mtp",
         ),
-        Rule(
-            "uneven_tokens>0",
-            "Training sequence length must be divisible by tp * 2 * cp",
-            _TRAINER,
-        ),
+        Rule("uneven_tokens>0", "Training sequence length must be divisible by tp * 2 * cp", _TRAINER),
         Rule("training_dtype=float16", "training.dtype: Literal['bfloat16', 'float32']", "torchtitan.config.configs"),
         Rule(
             "cuda_graphs!=none pipeline_parallel_degree>1",

@@ -16,7 +16,7 @@ from math import gcd
 from typing import get_args
 
 from moefold.config.memory import MemoryConfig, Recomputed
-from moefold.config.parallel import EchoConfig, Overlap, ParallelConfig, RankOrderConfig
+from moefold.config.parallel import EchoConfig, Overlap, ParallelConfig, RankOrderConfig, Sharding
 from moefold.config.precision import Graphs, KernelsConfig
 from moefold.plan.echo_cost import least_rows
 from moefold.plan.framework_rules import refusal
@@ -130,8 +130,9 @@ def _told_apart(choice: LayoutChoice, limits: Limits) -> LayoutChoice:
     if limits.framework != "megatron":
         return choice._replace(sequences=1, savings=NONE)
     pp, vpp, ep = min(choice.pp, 2), min(choice.vpp, 2), min(choice.ep, 2)
+    sharding: Sharding = "fsdp" if choice.sharding == "fsdp" else "zero1"
     return choice._replace(
-        tp=1, cp=1, pp=pp, vpp=vpp, ep=ep, etp=1, sequences=1, replicate=1, sharding="zero1", savings=NONE
+        tp=1, cp=1, pp=pp, vpp=vpp, ep=ep, etp=1, sequences=1, replicate=1, sharding=sharding, savings=NONE
     )
 
 
