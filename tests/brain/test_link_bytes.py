@@ -93,6 +93,19 @@ def test_what_crosses_domains_is_counted_on_the_network() -> None:
     assert alone == ()
 
 
+def test_a_module_that_looks_ahead_is_a_layer_and_a_matrix_that_joins() -> None:
+    """Gathered twice in two bytes, summed in four: of 2 dim x dim parameters, seven eighths come from other ranks."""
+    at = workload({"ep": 8})
+    with_module, with_layer = (
+        replace(at, run=override(at.run, {"model.num_layers": 6} | changes))
+        for changes in ({"model.num_mtp": 1}, {"model.num_layers": 7})
+    )
+    first, second = ({each.name: each.total for each in link_bytes(one)} for one in (with_module, with_layer))
+    joins = at.microbatches * (2 * 2 + 4) * 2 * at.run.model.dim**2 * 7 / 8
+    assert first.pop("sharded parameters") - second.pop("sharded parameters") == pytest.approx(joins)
+    assert first == second
+
+
 def test_clones_of_experts_travel_too() -> None:
     """Three matrices in bfloat16, out and their gradients back, of as many clones as the plan of a layer makes."""
     at = workload({"ep": 8, "echo.slots": 2})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -66,6 +67,17 @@ def test_the_page_is_whole_and_says_what_was_found(proposal: Proposal) -> None:
         assert words in html, words
     assert html.count('class="track"') == chosen.workload.parallel.pp
     assert max(map(len, html.split("\n"))) < 500_000 and len(html) < 1_000_000
+
+
+def test_a_comparison_has_no_empty_rows_and_names_every_unit() -> None:
+    """Kernels are those of moefold; a small model's interval is milliseconds at both ends."""
+    small = override(recipe("debug_tiny"), {"data.global_batch": 8})
+    alone = Question(
+        small, "debug_tiny", cluster_of("H100", 1), framework="megatron", fixed="recompute=none,graphs=none"
+    )
+    made = page(propose(alone))
+    assert "<td class=text>kernels</td>" not in made and "<td class=text>graphs</td>" in made
+    assert re.search(r"80 %: [\d.]+ ms to [\d.]+ ms", made)
 
 
 def test_a_page_without_a_search(question: Question) -> None:

@@ -68,7 +68,7 @@ def _cards(proposal: Proposal) -> str:
     mfu = chosen.mfu_words if chosen.mfu else ""
     rate = chosen.tokens_per_second_per_gpu
     cards = [
-        card(seconds(time.step_seconds), "per step", f"80 %: {time.low:.2f} to {seconds(time.high)}"),
+        card(seconds(time.step_seconds), "per step", f"80 %: {seconds(time.low)} to {seconds(time.high)}"),
         card(f"{rate:,.0f}", "tokens/s per GPU", f"{format_count(rate * question.cluster.num_gpus)} in all"),
         card(f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s per GPU", mfu) if chosen.tflops_per_gpu else "",
         card(format_bytes(memory.total), "memory", f"{memory.total / memory.capacity:.0%} of the GPU"),
@@ -160,8 +160,8 @@ def _compared(proposal: Proposal) -> str:
         named.append(("your own", proposal.own))
     found = [(name, each) for name, each in named if each is not None]
     head = ("", *(name for name, _ in found))
-    rows = [_row(label, [cell(each) for _, each in found]) for label, cell in _LINES]
-    return _table(head, rows, "sides")
+    lines = [(label, [cell(each) for _, each in found]) for label, cell in _LINES]
+    return _table(head, [_row(label, cells) for label, cells in lines if any(cells)], "sides")
 
 
 def _row(label: str, cells: list[str]) -> str:
@@ -170,7 +170,7 @@ def _row(label: str, cells: list[str]) -> str:
 
 _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("step", lambda p: seconds(p.time.step_seconds)),
-    ("80 % interval", lambda p: f"{p.time.low:.2f} to {seconds(p.time.high)}"),
+    ("80 % interval", lambda p: f"{seconds(p.time.low)} to {seconds(p.time.high)}"),
     ("tokens/s per GPU", lambda p: f"{p.tokens_per_second_per_gpu:,.0f}"),
     ("memory", lambda p: format_bytes(p.memory.total)),
     ("of the GPU", lambda p: f"{p.memory.total / p.memory.capacity:.0%}"),
