@@ -21,6 +21,8 @@ from moefold.plan.op_sizes import Sizes
 # Share of a wave of tiles that a matmul loses in its last one: a half in theory. 183 matmuls that others measured on
 # A100 say a third, and 500 on B200 none, so `Sizes.wave` is 0 there.
 _LOST_WAVE = 1 / 3
+# `FusedScaleMaskSoftmax.is_kernel_available` of Megatron: heads of a rank times sequences divide by four.
+_SOFTMAX_MATRICES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +252,19 @@ def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
 
 def _unfused(a: Attention, s: Sizes) -> tuple[Work, Work]:
     """Two matmuls over the whole square, whose scores are written, read by the softmax and dropout, and read again: 11
-    bytes of a score forward and 19 backward."""
-    scores = s.tokens * a.heads / s.tp * s.seq_len
+    bytes of a score forward and 19 backward.
+
+    Megatron's one kernel for scale, mask and softmax takes four matrices of scores at a time. Where their number on a
+    rank is no multiple of that, torch has five: to float32, times the scale, masked, softmax and back, each of which
+    reads and writes.
+    """
+    matrices = s.tokens / s.seq_len * a.heads / s.tp
+    scores = matrices * s.seq_len**2
     flops = 2.0 * scores * (a.qk_dim + a.v_dim)
+    kernels, forward, backward = (4, 32, 34) if matrices % _SOFTMAX_MATRICES else (0, 0, 0)
     return (
-        Work(gemm_flops=flops, streamed=11 * scores, kernels=5, launches=5),
-        Work(gemm_flops=2 * flops, streamed=19 * scores, kernels=8, launches=8),
+        Work(gemm_flops=flops, streamed=(11 + forward) * scores, kernels=5 + kernels, launches=5 + kernels),
+        Work(gemm_flops=2 * flops, streamed=(19 + backward) * scores, kernels=8 + kernels, launches=8 + kernels),
     )
 
 
