@@ -130,11 +130,11 @@ def rows(measurements: list[Measurement]) -> Iterator[tuple[str, ...]]:
     for each in everything:
         found[each.kind, each.gpu].append(each.error)
     for (kind, gpu), errors in sorted(found.items()):
-        yield kind, gpu, str(len(errors)), f"{median(errors):+.0%}", *_sizes(errors)
-    yield "all", "", str(len(everything)), "", *_sizes([each.error for each in everything])
+        yield kind, gpu, str(len(errors)), f"{median(errors):+.0%}", *within(errors)
+    yield "all", "", str(len(everything)), "", *within([each.error for each in everything])
 
 
-def _sizes(errors: list[float]) -> tuple[str, str]:
+def within(errors: list[float]) -> tuple[str, str]:
     """Half of the errors are no larger, and nine of ten."""
     sizes = [abs(error) for error in errors]
     return f"{median(sizes):.0%}", f"{quantiles(sizes, n=10)[-1] if len(sizes) > 1 else sizes[0]:.0%}"

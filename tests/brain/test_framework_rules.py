@@ -110,7 +110,7 @@ def test_what_the_search_chooses_lists_and_asks_is_legal() -> None:
 
 def test_megatron_fsdp_overlaps_dispatch_in_few_layouts() -> None:
     """Its wrapper gathers parameters in hooks that the order of two microbatches passes by: of no layout before 0.18,
-    then without virtual stages and graphs of layers (`test_fsdp_1f1b_overlap.py` of 0.19 has what works)."""
+    then without virtual stages and graphs of layers."""
     works = {
         "use_megatron_fsdp": True,
         "overlap_moe_expert_parallel_comm": True,
