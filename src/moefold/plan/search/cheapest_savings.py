@@ -32,7 +32,7 @@ from moefold.plan.memory.saving_steps import (
     why_no_savings,
 )
 from moefold.plan.search.candidates import described, why_illegal, workload_of_choice
-from moefold.plan.search.enumeration import first_choice, milestones
+from moefold.plan.search.enumeration import changes_numbers, first_choice, milestones
 from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
 from moefold.plan.timing.step_time import step_time
 from moefold.plan.workload import Workload
@@ -41,6 +41,8 @@ from moefold.units import format_bytes
 _ATTENTION: Recompute = frozenset({"attention"})
 # What a saving may take off the step (less travels) instead of adding to it, so that bounds stay bounds.
 _QUICKER = 1.02
+# How many sets of savings are tried of those that made a step the fastest.
+_WINNERS = 3
 # Bytes of a workload with these savings, and its seconds.
 Bytes = Callable[[Savings], float]
 
@@ -178,6 +180,8 @@ class Predictions:
         # How many savings the last layout needed: the next one needs about as many.
         self._likely: dict[tuple[Sharding, int], int] = {}
         self._lightest: dict[LayoutChoice, Candidate | None] = {}
+        # Recomputed phases and savings of the candidates that were the fastest, the last one first.
+        self._winners: list[tuple[Recompute, Savings]] = []
 
     def workload(self, choice: LayoutChoice) -> Workload:
         if self._last is None or self._last[0] != choice:
@@ -221,8 +225,14 @@ class Predictions:
             if seconds > within or seconds == inf or not self.fits(choice):
                 return None
             self.timed[choice] = Candidate(choice, self.workload(choice), seconds, self.held[choice])
-            self.best = min(self.best, seconds)
+            if seconds < self.best:
+                self._win(choice, seconds)
         return self.timed[choice]
+
+    def _win(self, choice: LayoutChoice, seconds: float) -> None:
+        self.best, pair = seconds, (choice.recompute, choice.savings)
+        if not changes_numbers(choice.savings):
+            self._winners = [pair, *(each for each in self._winners if each != pair)][:_WINNERS]
 
     def lightest(self, choice: LayoutChoice, within: float = inf) -> Candidate | None:
         """With the cheapest savings among those that fit; those that change numbers only where nothing else does.
@@ -239,6 +249,14 @@ class Predictions:
     def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
         if self.is_legal(bare) and self.fits(bare):
             return self.time(bare)
+        found = self._first_that_fits(bare)
+        # Prices differ between layouts: what made another one the fastest may be cheaper here too.
+        for recompute, savings in tuple(self._winners):
+            other = self.time(bare._replace(recompute=recompute, savings=savings), found.seconds if found else inf)
+            found = other if found is None or (other and other.seconds < found.seconds) else found
+        return found
+
+    def _first_that_fits(self, bare: LayoutChoice) -> Candidate | None:
         steps = self.steps_by_price(bare)
         exact = tuple(step for step in steps if step.exact)
         if any(is_retained(step.entries) for step in steps):

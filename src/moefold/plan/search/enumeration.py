@@ -46,16 +46,19 @@ def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ..
 
 
 def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """The legal ones of this grid's usual options: with and without overlapped dispatch, deferred weight gradients."""
+    """The legal ones of this grid's usual options: with and without overlapped dispatch and deferred weight gradients,
+    with the dispatcher that the choice has, if it sends at all."""
     spread = choice.ep * choice.etp > 1
     local: tuple[Dispatcher, ...] = ("local",)
     dispatchers = tuple(name for name in space.dispatcher if name != "local") if spread else local
+    kept = choice.dispatcher in dispatchers or not dispatchers
+    dispatcher = choice.dispatcher if kept else dispatchers[0]
     for sequences in space.sequences:
         for overlap in space.ep_overlap:
             for delay in space.delay_wgrad:
                 for sharding in _usual_shardings(choice, limits, space):
                     made = choice._replace(
-                        dispatcher=dispatchers[0] if dispatchers else choice.dispatcher,
+                        dispatcher=dispatcher,
                         sequences=sequences,
                         ep_overlap=overlap,
                         delay_wgrad=delay,
@@ -128,7 +131,7 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for step in space.savings[1:]:
         # One more, or one less.
         less = choice.savings - (step - space.savings[0])
-        if less != choice.savings or not _rounds(step):
+        if less != choice.savings or not changes_numbers(step):
             yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
     for pp in space.pp:
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
@@ -154,13 +157,13 @@ def swaps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layout
     steps = [(step, step - space.savings[0]) for step in space.savings[1:]]
     for _, one in steps:
         for other, entries in steps:
-            if one <= choice.savings and not entries <= choice.savings and not _rounds(other):
+            if one <= choice.savings and not entries <= choice.savings and not changes_numbers(other):
                 made = choice._replace(savings=(choice.savings - one) | other)
                 if why_illegal(made, limits, space) is None:
                     yield made
 
 
-def _rounds(step: Savings) -> bool:
+def changes_numbers(step: Savings) -> bool:
     """What changes numbers is not worth its speed alone."""
     return any(entry.startswith("precision.moments=") for entry in step)
 
