@@ -12,13 +12,15 @@ from moefold.comm.process_groups import Groups, Ledger
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import ExpertInput
+from moefold.parallel.parallelize import uses_comm_stream
 from moefold.topology.folded_layout import fold
 
 
 def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[Any]:
     """Run ``work(groups)`` on every rank of a layout; an assertion that fails on a rank fails here.
 
-    By gloo unless ``cpu_exchange`` says otherwise: an exchange is one operation, as it is on GPUs.
+    By gloo unless ``cpu_exchange`` says otherwise: an exchange is one operation, as it is on GPUs. ``degrees`` say what
+    overlaps too, because two threads must not share a process group.
     """
     parallel = ParallelConfig(**{"cpu_exchange": "gloo", **degrees})
     layout = fold(parallel, world)
@@ -32,6 +34,9 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
                 timedelta(seconds=120),
                 ep_inner=parallel.ep_inner,
                 ranks_per_host=parallel.ranks_per_host,
+                own_stream=uses_comm_stream(parallel),
+                beside_tp="tensor_parallel" in parallel.overlap,
+                beside_contexts="ulysses" in parallel.overlap,
                 share_memory=parallel.cpu_exchange == "shared_memory",
             )
         )

@@ -12,10 +12,12 @@ import pytest
 import torch
 from tests.support import on_ranks
 
+import moefold
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import _end, _Rank, spawn_ranks
 from moefold.errors import ExchangeError, ExclusionError, RankError
+from moefold.parallel.parallelize import build_local_model
 
 
 def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:
@@ -26,6 +28,26 @@ def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:
         return groups["ep"].handle is not groups["dp"].handle or groups["ep"].ranks == groups["dp"].ranks
 
     assert all(on_ranks(work, 4, tp=2, ep=2, etp=2))
+
+
+def test_exchanges_on_another_thread_have_process_groups_of_their_own() -> None:
+    """Here ep and dp are the same ranks. With one process group for both, sums of routers' counts met exchanges in
+    another order on each rank, now and then, and a step hung."""
+    small = {"model.num_layers": 2, "data.seq_len": 16, "data.global_batch": 4, "parallel.ep": 2}
+    run = moefold.load_run("debug_tiny", small | {"parallel.schedule": "1f1b_overlapped"})
+
+    def work(groups: Groups) -> None:
+        with pytest.raises(ExchangeError, match=r"exchanges of ep run beside .* own_stream=True"):
+            build_local_model(run, groups, torch.device("cpu"))
+
+    on_ranks(work, 2, ep=2)
+
+    def right(groups: Groups) -> bool:
+        return groups["ep"].handle is not groups["dp"].handle and bool(
+            build_local_model(run, groups, torch.device("cpu"))
+        )
+
+    assert all(on_ranks(right, 2, ep=2, schedule="1f1b_overlapped"))
 
 
 def test_all_to_all_moves_rows_and_their_gradients_come_back() -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 
 from moefold.comm.shared_memory import LazySharedMemory, SharedMemory, in_order
 from moefold.comm.spans import NOT_TIMED, SpanRecorder, TimedWork
+from moefold.errors import ExchangeError
 from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels, ranks_inside
 
 # Of a message between hosts: large enough to cost little, small enough for a socket's buffer.
@@ -267,6 +268,18 @@ class Groups:
         nested = (group for pair in self.nested_contexts.values() for group in pair)
         every = (*self._groups.values(), *self.contexts.values(), *nested)
         return {group.name: str(group.handle.group_name) for group in every if group.handle is not None}
+
+    def refuse_shared_threads(self) -> None:
+        """Where dispatchers exchange on a thread of their own: two threads start what they send over one process group
+        in another order on every rank, and all wait for each other."""
+        others = [group for name, group in self._groups.items() if name not in TOKEN_GROUPS]
+        names = {id(group.handle): group.name for group in (*others, *self.contexts.values()) if group.handle}
+        for name in TOKEN_GROUPS:
+            if (shared := names.get(id(self[name].handle))) is not None:
+                raise ExchangeError(
+                    f"exchanges of {name} run beside computation, and share a process group with {shared}: make groups "
+                    "with own_stream=True, as `groups_of` does"
+                )
 
     def device_mesh(self, device_type: str, replicate: str, shard: str) -> DeviceMesh | None:
         """The mesh for FSDP, two-dimensional (HSDP) if there are replicas; None if this rank is alone."""

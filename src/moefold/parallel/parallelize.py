@@ -189,6 +189,8 @@ def build_local_model(
     routing_policy: PolicyOrName | None = None,
 ) -> LocalModel:
     """Build this rank's shard; ``init`` computes the initial values, and ``routing_policy`` replaces the config's."""
+    if uses_comm_stream(run.parallel):
+        groups.refuse_shared_threads()
     cpu_matmul = cpu_matmul_here(run, device.type)
     local = build_on_meta(run, groups, device, routing_policy=routing_policy, cpu_matmul=cpu_matmul)
     local.sharding.allocate(device, to_empty)
