@@ -146,16 +146,20 @@ def section(folder: Path) -> str:
     return f"{BEGIN}\n\n{markdown_table(header, list(rows(measurements)))}\n\n{END}"
 
 
+def write_section(made: str, begin: str, end: str) -> None:
+    """Into the page, in the place of what is between the marks that it begins and ends with."""
+    before, rest = PAGE.read_text("utf-8").split(begin)
+    PAGE.write_text(before + made + rest.split(end)[1], "utf-8")
+    print(made)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.microbenchmarks",
         description="Predicted times of single operations over measured ones, into docs/plan.md.",
     )
     parser.add_argument("folder", type=Path, help="has microbench.jsonl")
-    text, made = PAGE.read_text("utf-8"), section(parser.parse_args().folder)
-    start, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:start] + made + text[end:], "utf-8")
-    print(made)
+    write_section(section(parser.parse_args().folder), BEGIN, END)
 
 
 if __name__ == "__main__":

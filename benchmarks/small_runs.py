@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from benchmarks.microbenchmarks import PAGE, within
+from benchmarks.microbenchmarks import within, write_section
 from moefold.errors import MoefoldError
 from moefold.plan.published.points import published_workload, read_records
 from moefold.plan.timing.step_time import step_time
@@ -118,11 +118,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the collection of published runs")
     args = parser.parse_args()
     known = {row_of(record) for record in read_records(args.folder) if record["id"].startswith("vtrain-single")}
-    made = section(read_table(args.table.read_text("utf-8")), known)
-    text = PAGE.read_text("utf-8")
-    start, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:start] + made + text[end:], "utf-8")
-    print(made)
+    write_section(section(read_table(args.table.read_text("utf-8")), known), BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from math import inf
 import pytest
 from tests.brain.test_plan_search import job_for
 from tests.marks import slow_except
-from tests.search_restrictions import Place, asked, best_anywhere, best_of, lost, missed
+from tests.search_restrictions import PLACES, Place, asked, best_anywhere, best_of, lost, missed
 
 from moefold.config.parallel import Sharding
 from moefold.plan.search.candidates import (
@@ -163,6 +163,14 @@ def test_what_searches_once_lost_is_found(place: Place, part: dict[str, object])
     template, space = asked(place)
     whole, inside = best_anywhere(place), best_of(template, replace(space, **part))  # type: ignore[arg-type]
     assert whole is not None and inside is not None and whole.seconds <= inside.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", [40, 44])
+def test_something_fits_where_everything_says_so(number: int) -> None:
+    """Once nothing did. The first: the largest set of phases is illegal beside the overlap, so that no saving was tried
+    with others. The second: sequences are short, and fit only if they are cut over four ranks."""
+    draw = random.Random(f"20261119 small spaces {number}")
+    assert missed(PLACES[number % len(PLACES)], draw, most=4000) is None
 
 
 def test_context_and_tensor_parallelism_are_neighbours() -> None:

@@ -266,8 +266,7 @@ class Predictions:
                 phases += [self.milestones[-1], _ATTENTION]
             starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
             return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
-        most = bare._replace(recompute=self.milestones[-1])
-        return self._with_phases(bare) or (self._with_savings(most, steps) if self.is_legal(most) else None)
+        return self._with_phases(bare) or self._with_savings_of_most(bare, steps)
 
     def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
         found = (self._with_savings(start, steps) for start in starts)
@@ -289,6 +288,12 @@ class Predictions:
             if self.is_legal(made) and self.fits(made):
                 return self.time(made)
         return None
+
+    def _with_savings_of_most(self, bare: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
+        """With the legal sets of phases that are no part of another one: which is largest depends on the layout."""
+        legal = [each for each in self.space.recompute if self.is_legal(bare._replace(recompute=each))]
+        largest = [each for each in reversed(legal) if not any(each < other for other in legal)]
+        return self._fastest_of([bare._replace(recompute=each) for each in largest], steps)
 
     def _with_savings(self, choice: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
         legal = self._legal(choice, steps)

@@ -20,9 +20,10 @@ from moefold.plan.workload import Dispatcher
 _LONG = 8192
 
 
-def layouts(limits: Limits, space: Space) -> Iterator[tuple[LayoutChoice, ...]]:
+def layouts(limits: Limits, space: Space, every_cp: bool = False) -> Iterator[tuple[LayoutChoice, ...]]:
     """Coarse candidates: of every grid worth trying its usual options (`presets`), with the first of all others."""
-    for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
+    contexts = space.cp if every_cp else worthwhile_contexts(limits, space.cp)
+    for pp, tp, cp, ep in product(space.pp, space.tp, contexts, space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
             continue
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):

@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from typing import TypeVar
 
 from moefold.errors import MoefoldError
 from moefold.plan.search.candidates import choice_of_workload, why_illegal
 from moefold.plan.search.cheapest_savings import Candidate, Predictions
-from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets, swaps
+from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets, swaps, worthwhile_contexts
 from moefold.plan.search.space import LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.workload import Workload
 
@@ -116,9 +117,12 @@ def search(
     began = time.monotonic()
     space = space or usual_space(template)
     say = progress or (lambda what, done, total: None)
-    for part in _spaces(template, space):
-        looked = Predictions(template, limits_of(template), part, headroom)
-        if coarse := _sweep(looked, say, from_own):
+    limits = limits_of(template)
+    # Where nothing fits otherwise, short sequences are cut too.
+    more = len(space.cp) > len(worthwhile_contexts(limits, space.cp))
+    for every_cp, part in product((False, True) if more else (False,), _spaces(template, space)):
+        looked = Predictions(template, limits, part, headroom)
+        if coarse := _sweep(looked, say, from_own, every_cp):
             break
     else:
         raise NothingFitsError(looked.why_nothing(), lacks_memory=bool(looked.held))
@@ -162,7 +166,8 @@ def coarse_best(template: Workload, space: Space, headroom: float) -> Candidate 
 def anything_fits(template: Workload, space: Space, headroom: float, progress: Progress | None = None) -> bool:
     """Whether `search` would find a candidate; without looking for the best one."""
     looked = Predictions(template, limits_of(template), space, headroom)
-    grids = _counted(list(layouts(looked.limits, space)), "more GPUs", progress or (lambda what, done, total: None))
+    found = list(layouts(looked.limits, space, every_cp=True))
+    grids = _counted(found, "more GPUs", progress or (lambda what, done, total: None))
     starts = (start for grid in grids for start in _usual(grid))
     return any((looked.lightest(start) or _leaner(looked, start, inf)) is not None for start in starts)
 
@@ -179,9 +184,9 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 # ---- from coarse to fine ----
 
 
-def _sweep(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate]:
+def _sweep(looked: Predictions, say: Progress, from_own: bool, every_cp: bool = False) -> list[Candidate]:
     """The lightest of every grid, and of its variants that could be among the fastest."""
-    grids = list(layouts(looked.limits, looked.space))
+    grids = list(layouts(looked.limits, looked.space, every_cp))
     own, found = choice_of_workload(looked.template), list[Candidate | None]()
     if from_own and why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
         grids.append((own,))
