@@ -2,9 +2,11 @@
 
 A restriction leaves some values of a few choices, as `moefold plan --fix` does. Whatever is best under it is a
 candidate without it too, so a search that finds something faster there has lost it elsewhere. Spaces that are small
-enough are also tried in full. A command draws many; the tests draw a few of the same.
+enough are also tried in full. A command draws many; the tests draw a few of the same. The search itself tries spaces of
+up to 4,096 combinations whole: `--most 16000` draws larger ones, which it does not.
 
     python -m tests.search_restrictions --count 500 --brute 50 --seed 1
+    python -m tests.search_restrictions --count 0 --brute 50 --most 16000 --seed 1
 """
 
 from __future__ import annotations

@@ -140,6 +140,7 @@ def pretend_time(workload: Workload) -> TimePrediction:
 def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cheapest_savings, "predict_memory", pretend_memory)
     monkeypatch.setattr(cheapest_savings, "bytes_up_to", lambda workload, limit: pretend_memory(workload).total)
+    monkeypatch.setattr(cheapest_savings, "least_bytes", lambda workload: 0.0)
     monkeypatch.setattr(cheapest_savings, "usable_bytes", lambda workload: workload.cluster.gpu.memory_bytes / 4)
     pretend_step = lambda workload: SimpleNamespace(total=pretend_time(workload).step_seconds)  # noqa: E731
     monkeypatch.setattr(cheapest_savings, "step_time", pretend_step)

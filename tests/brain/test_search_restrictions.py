@@ -6,6 +6,7 @@ headroom, layouts that are as fast, and the batch.
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
 from math import inf
@@ -16,12 +17,14 @@ from tests.marks import slow_except
 from tests.search_restrictions import PLACES, Place, asked, best_anywhere, best_of, lost, missed
 
 from moefold.config.parallel import Sharding
+from moefold.plan.memory.peak import least_bytes, predict_memory
 from moefold.plan.search.candidates import (
     choice_of_workload,
     limits_of,
     microbatch_group,
     microbatches_of,
     why_illegal,
+    workload_of_choice,
 )
 from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.enumeration import layouts, neighbours
@@ -45,9 +48,27 @@ def test_no_restriction_finds_a_faster_answer(place: int, seed: int) -> None:
     assert lost(SMALL[place], random.Random(100 * place + seed)) is None
 
 
+@pytest.fixture
+def coarse_to_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in large spaces: none is tried whole."""
+    monkeypatch.setattr(importlib.import_module("moefold.plan.search.search"), "_SMALL", 0)
+
+
 @pytest.mark.parametrize(("place", "seed"), slow_except(DRAWS[:12], (3, 0)))
 def test_a_small_space_holds_nothing_faster(place: int, seed: int) -> None:
     assert missed(SMALL[place], random.Random(1000 + 100 * place + seed), most=200) is None
+
+
+@pytest.mark.parametrize(("place", "seed"), slow_except(DRAWS[:12], (3, 0)))
+@pytest.mark.usefixtures("coarse_to_fine")
+def test_from_coarse_to_fine_a_small_space_holds_nothing_faster(place: int, seed: int) -> None:
+    assert missed(SMALL[place], random.Random(1000 + 100 * place + seed), most=200) is None
+
+
+def test_a_small_space_is_tried_whole() -> None:
+    """The one of those below that the search still loses otherwise: Megatron's savings of optimizer states are tried
+    where nothing fits without, and here something does."""
+    assert missed(PLACES[30 % len(PLACES)], random.Random("11 small spaces 30"), most=4000) is None
 
 
 @pytest.mark.slow
@@ -165,12 +186,40 @@ def test_what_searches_once_lost_is_found(place: Place, part: dict[str, object])
     assert whole is not None and inside is not None and whole.seconds <= inside.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("number", [40, 44])
-def test_something_fits_where_everything_says_so(number: int) -> None:
-    """Once nothing did. The first: the largest set of phases is illegal beside the overlap, so that no saving was tried
-    with others. The second: sequences are short, and fit only if they are cut over four ranks."""
-    draw = random.Random(f"20261119 small spaces {number}")
+# Seed and number of small spaces of which the search once lost the best.
+ONCE_MISSED = {
+    # The largest set of phases is illegal beside the overlap, so that no saving was tried with others.
+    ("20261119", 40): "phases",
+    # Sequences are short, and fit only if they are cut over four ranks.
+    ("20261119", 44): "short sequences",
+    # Experts fit only if they are cut, though they could be distributed whole.
+    ("9", 2): "cut experts",
+    ("9", 45): "cut experts of others",
+    ("2", 16): "cut experts beside the overlap",
+    # With the first dispatcher the largest microbatch does not fit.
+    ("2", 23): "another dispatcher",
+    # Short sequences over four ranks are faster than tensor parallelism over eight.
+    ("13", 48): "short sequences are faster",
+    # Neither the first format nor the first number of copies is legal.
+    ("19", 7): "another format and number of copies",
+}
+
+
+@pytest.mark.parametrize(("seed", "number"), ONCE_MISSED, ids=ONCE_MISSED.values())
+@pytest.mark.usefixtures("coarse_to_fine")
+def test_what_searches_once_missed_is_found(seed: str, number: int) -> None:
+    draw = random.Random(f"{seed} small spaces {number}")
     assert missed(PLACES[number % len(PLACES)], draw, most=4000) is None
+
+
+@pytest.mark.parametrize("framework", ["moefold", "megatron", "fsdp2"])
+def test_states_alone_are_a_bound_of_memory(framework: FrameworkName) -> None:
+    """A search drops what they alone exceed."""
+    template, space = asked(Place("deepseek_v3", "H100", 64, 256, framework))
+    limits = limits_of(template)
+    for grid in list(layouts(limits, space))[::40]:
+        workload = workload_of_choice(grid[0], template, limits, space)
+        assert 0.1 * predict_memory(workload).total < least_bytes(workload) <= predict_memory(workload).total
 
 
 def test_context_and_tensor_parallelism_are_neighbours() -> None:

@@ -118,6 +118,20 @@ def bytes_up_to(workload: Workload, limit: float) -> float:
     return found if isinstance(found, float) else sum(line.bytes for line in found.lines)
 
 
+def least_bytes(workload: Workload) -> float:
+    """A bound of `predict_memory`: weights, gradients and optimizer states of the rank that holds most of these."""
+    parallel = workload.parallel
+    number, written = parallel.pp * parallel.vpp, written_stages(workload)
+    stages = stages_of_shape(workload.model, number, written)
+    held = _held(parallel.schedule, parallel.pp, parallel.vpp)
+    degrees = (parallel.tp, parallel.ep, parallel.etp)
+    states = 0.0
+    for which in {tuple(stages.which[index] for index in rank) for rank in held}:
+        weights = _weights_of(workload.model, number, written, which, degrees)
+        states = max(states, sum(line.bytes for line in state_lines(workload, weights)))
+    return states * (1 + FRAGMENTATION) + RUNTIME_BYTES
+
+
 def _fullest_rank(workload: Workload, limit: float) -> _Fullest | float:
     """The fullest rank; or, as soon as one rank needs more than ``limit``, how much of its need is known then."""
     # Sums of the same numbers in another order differ in their last bits.

@@ -37,6 +37,11 @@ _ROW = 8
 
 def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
     """The first rule that this candidate breaks, or None."""
+    return why_no_grid(choice, limits) or _why_no_batch(choice, limits) or _why_no_framework(choice, limits, space)
+
+
+def why_no_grid(choice: LayoutChoice, limits: Limits) -> str | None:
+    """The first that its degrees break, whatever its options are."""
     stage = limits.world // choice.pp
     model = choice.tp * choice.cp * choice.pp
     if limits.world % model:
@@ -60,17 +65,20 @@ def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | Non
         return f"more than {limits.depth + 2} stages for {limits.depth} layers, an embedding and a head"
     if choice.pp == 1 < choice.vpp:
         return "virtual stages need a pipeline"
-    return _why_no_batch(choice, limits) or _why_no_framework(choice, limits, space)
+    return None
 
 
 def _why_no_batch(choice: LayoutChoice, limits: Limits) -> str | None:
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
     if limits.sequences % (choice.sequences * dp):
         return f"a batch of {limits.sequences} sequences does not divide over sequences*dp"
-    edp = limits.world // choice.pp // (choice.ep * choice.etp)
-    if dp % choice.replicate or (edp > 1 and edp % choice.replicate):
-        return "replicate does not divide dp and edp"
-    return None
+    return None if divides_copies(choice, limits) else "replicate does not divide dp and edp"
+
+
+def divides_copies(choice: LayoutChoice, limits: Limits) -> bool:
+    stage = limits.world // choice.pp
+    dp, edp = stage // (choice.tp * choice.cp), stage // (choice.ep * choice.etp)
+    return dp % choice.replicate == 0 and (edp <= 1 or edp % choice.replicate == 0)
 
 
 def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:

@@ -12,13 +12,14 @@ be unnecessary are switched off again, the dearest first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import inf
 
 from moefold.config.parallel import Sharding
-from moefold.plan.memory.peak import bytes_up_to, predict_memory, usable_bytes
+from moefold.plan.memory.peak import bytes_up_to, least_bytes, predict_memory, usable_bytes
 from moefold.plan.memory.saving_steps import (
     Savings,
     SavingStep,
@@ -176,10 +177,14 @@ class Predictions:
         self._seconds: dict[LayoutChoice, float] = {}
         self._last: tuple[LayoutChoice, Workload] | None = None
         self.milestones = milestones(space.recompute)
+        self._known = tuple(step for step in steps_of(template) if step.entries in space.savings[1:])
+        # Whether all single steps that save what phases do may be chosen.
+        self._every_step = all(step in self._known for step in offered(template) if is_retained(step.entries))
         self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
         # How many savings the last layout needed: the next one needs about as many.
         self._likely: dict[tuple[Sharding, int], int] = {}
         self._lightest: dict[LayoutChoice, Candidate | None] = {}
+        self._exceeded: dict[LayoutChoice, bool] = {}
         # Recomputed phases and savings of the candidates that were the fastest, the last one first.
         self._winners: list[tuple[Recompute, Savings]] = []
 
@@ -241,12 +246,14 @@ class Predictions:
         """
         bare = self.without_savings(choice)
         if bare not in self._lightest:
-            if self.bound(bare) > within:
+            if within < inf and self.bound(bare) > within:
                 return None
             self._lightest[bare] = self._find_lightest(bare)
         return self._lightest[bare]
 
     def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
+        if self._exceeded_by_states(bare):
+            return None
         if self.is_legal(bare) and self.fits(bare):
             return self.time(bare)
         found = self._first_that_fits(bare)
@@ -256,6 +263,25 @@ class Predictions:
             found = other if found is None or (other and other.seconds < found.seconds) else found
         return found
 
+    def _exceeded_by_states(self, bare: LayoutChoice) -> bool:
+        """Whether weights, gradients and optimizer states alone are too many, with all savings there are of them."""
+        usual = first_choice(self.space)
+        same = bare._replace(dispatcher=usual.dispatcher, graphs=usual.graphs, clones=usual.clones)
+        if same not in self._exceeded:
+            self._exceeded[same] = self._states_of_most_savings(bare) > self.capacity
+        return self._exceeded[same]
+
+    def _states_of_most_savings(self, bare: LayoutChoice) -> float:
+        steps = self._legal(bare, self._known)
+        of_states = bare.savings.union(*(step.entries for step in steps if not is_retained(step.entries)))
+        bound = least_bytes(self.workload(bare._replace(savings=of_states)))
+        if bound > self.capacity:
+            # Counted as one candidate, with everything that saves.
+            phases = (bare._replace(recompute=recompute) for recompute in reversed(self.milestones))
+            most = next(filter(self.is_legal, phases), bare)
+            self.held[most._replace(savings=ladder(self._legal(most, steps), bare.savings)[-1])] = bound
+        return bound
+
     def _first_that_fits(self, bare: LayoutChoice) -> Candidate | None:
         steps = self.steps_by_price(bare)
         exact = tuple(step for step in steps if step.exact)
@@ -264,9 +290,10 @@ class Predictions:
             phases = [self.space.recompute[0]]
             if not self.limits.latent and _ATTENTION in self.space.recompute:
                 phases += [self.milestones[-1], _ATTENTION]
-            starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
+            starts = [bare._replace(recompute=phase) for phase in phases]
+            starts = list(dict.fromkeys(starts if self._every_step else [*starts, *self._with_most(bare)]))
             return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
-        return self._with_phases(bare) or self._with_savings_of_most(bare, steps)
+        return self._with_phases(bare) or self._fastest_of(self._with_most(bare), steps)
 
     def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
         found = (self._with_savings(start, steps) for start in starts)
@@ -289,11 +316,11 @@ class Predictions:
                 return self.time(made)
         return None
 
-    def _with_savings_of_most(self, bare: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
+    def _with_most(self, bare: LayoutChoice) -> list[LayoutChoice]:
         """With the legal sets of phases that are no part of another one: which is largest depends on the layout."""
         legal = [each for each in self.space.recompute if self.is_legal(bare._replace(recompute=each))]
         largest = [each for each in reversed(legal) if not any(each < other for other in legal)]
-        return self._fastest_of([bare._replace(recompute=each) for each in largest], steps)
+        return [bare._replace(recompute=each) for each in largest]
 
     def _with_savings(self, choice: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
         legal = self._legal(choice, steps)
@@ -301,10 +328,9 @@ class Predictions:
         number = first_that_fits(
             sets, lambda some: self.fits(choice._replace(savings=some)), self._likely.get(where, len(sets) // 2)
         )
-        if number is None:
-            return None
-        self._likely[where] = number
-        return self.time(choice._replace(savings=sets[number]))
+        # Where nothing fits, the next one may not fit either, which its last set says.
+        self._likely[where] = len(sets) - 1 if number is None else number
+        return None if number is None else self.time(choice._replace(savings=sets[number]))
 
     def steps_by_price(self, choice: LayoutChoice) -> tuple[SavingStep, ...]:
         """Found once per sharding, on the first layout that needs them: prices differ little between layouts."""
@@ -317,8 +343,7 @@ class Predictions:
                 return step_time(self.workload(plain._replace(savings=some))).total
 
             plain = choice._replace(recompute=self.space.recompute[0])
-            known = (step for step in steps_of(self.template) if step.entries in self.space.savings[1:])
-            legal = self._legal(plain, known)
+            legal = self._legal(plain, self._known)
             self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
         return self._steps[choice.sharding]
 
@@ -366,13 +391,8 @@ class Predictions:
                 f"({described(least)})"
             )
         start = first_choice(self.space)
-        reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
+        sizes = product(self.space.pp, self.space.tp, self.space.ep)
+        grids = (start._replace(pp=pp, tp=tp, ep=ep) for pp, tp, ep in sizes)
+        reasons = Counter(why_illegal(made, self.limits, self.space) for made in grids)
         listed = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(4) if reason)
         return f"no legal layout: {listed}"
-
-
-def _grids(start: LayoutChoice, space: Space) -> Iterator[LayoutChoice]:
-    for pp in space.pp:
-        for tp in space.tp:
-            for ep in space.ep:
-                yield start._replace(pp=pp, tp=tp, ep=ep)

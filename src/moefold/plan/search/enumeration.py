@@ -1,35 +1,73 @@
 """Which candidates a search looks at: coarse ones to start from, and the neighbours of one that it has.
 
-`layouts` lists the coarse candidates. It leaves out what another candidate dominates: stages that only repeat the depth
-of fewer ones, and experts sharded by etp where ep could distribute them whole. `neighbours` differ from a candidate in
-one choice, or in one and what must follow it. All of them are legal (`plan/search/candidates.py`).
+`layouts` lists the coarse candidates. It leaves out what another candidate usually dominates: stages that only repeat
+the depth of fewer ones, short sequences over several ranks, and experts sharded by etp where ep could distribute them
+whole. `neighbours` differ from a candidate in one choice, or in one and what must follow it. Of a small space there is
+a list of `everything`. All of them are legal (`plan/search/candidates.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations as subsets
 from itertools import product
+from math import prod
 
 from moefold.config.parallel import Sharding
 from moefold.plan.memory.saving_steps import Savings
-from moefold.plan.search.candidates import dense_sizes, expert_sizes, why_illegal
+from moefold.plan.search.candidates import dense_sizes, divides_copies, expert_sizes, why_illegal, why_no_grid
 from moefold.plan.search.space import LayoutChoice, Limits, Recompute, Space
 from moefold.plan.workload import Dispatcher
 
+_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+# Up to how many combinations of degrees all grids are tried.
+_FEW = 2000
 # Tokens of a sequence that one rank can well hold.
 _LONG = 8192
 
 
-def layouts(limits: Limits, space: Space, every_cp: bool = False) -> Iterator[tuple[LayoutChoice, ...]]:
-    """Coarse candidates: of every grid worth trying its usual options (`presets`), with the first of all others."""
-    contexts = space.cp if every_cp else worthwhile_contexts(limits, space.cp)
+def layouts(limits: Limits, space: Space, every_grid: bool = False) -> Iterator[tuple[LayoutChoice, ...]]:
+    """Coarse candidates: of every grid, or of those worth trying, its usual options (`presets`), with the first of all
+    others. Where degrees are pinned there are few grids, and all are tried."""
+    every_grid = every_grid or prod(len(getattr(space, name)) for name in _DEGREES) <= _FEW
+    start, contexts = first_choice(space), space.cp if every_grid else worthwhile_contexts(limits, space.cp)
     for pp, tp, cp, ep in product(space.pp, space.tp, contexts, space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
             continue
-        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
-            for etp in _worthwhile_widths(ep, limits, space):
-                grid = first_choice(space)._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-                if made := tuple(presets(grid, limits, space)):
+        for vpp in space.vpp if every_grid else worthwhile_stages(limits.depth, pp, space.vpp):
+            for etp in space.etp if every_grid else _worthwhile_widths(ep, limits, space):
+                grid = start._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+                if why_no_grid(grid, limits) is None and (made := _of_first_format(grid, limits, space)):
+                    yield made
+
+
+def _of_first_format(grid: LayoutChoice, limits: Limits, space: Space) -> tuple[LayoutChoice, ...]:
+    """In the first in which any are legal."""
+    of_formats = (tuple(presets(grid._replace(format=format), limits, space)) for format in space.format)
+    return next(filter(None, of_formats), ())
+
+
+def combinations(space: Space) -> int:
+    """How many there are of its values, legal or not."""
+    sets_of_savings: int = 2 ** (len(space.savings) - 1)
+    return sets_of_savings * prod(len(getattr(space, name)) for name in LayoutChoice._fields if name != "savings")
+
+
+def everything(limits: Limits, space: Space) -> Iterator[LayoutChoice]:
+    """All legal candidates, and all sets of savings of each."""
+    start = first_choice(space)
+    names = [name for name in LayoutChoice._fields if name not in ("savings", *_DEGREES)]
+    saved = tuple(
+        space.savings[0].union(*some)
+        for number in range(len(space.savings))
+        for some in subsets(space.savings[1:], number)
+    )
+    for sizes in product(*(getattr(space, name) for name in _DEGREES)):
+        grid = start._replace(**dict(zip(_DEGREES, sizes)))
+        if why_no_grid(grid, limits) is None:
+            for *values, savings in product(*(getattr(space, name) for name in names), saved):
+                made = grid._replace(**dict(zip(names, values)), savings=savings)
+                if why_illegal(made, limits, space) is None:
                     yield made
 
 
@@ -65,6 +103,9 @@ def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layo
                         delay_wgrad=delay,
                         sharding=sharding,
                     )
+                    if not divides_copies(made, limits):
+                        copies = (made._replace(replicate=replicate) for replicate in space.replicate)
+                        made = next((each for each in copies if divides_copies(each, limits)), made)
                     # Frameworks refuse some dispatchers and phases, which may be pinned, beside their first graphs.
                     for graphs in dict.fromkeys((made.graphs, space.graphs[-1])):
                         if why_illegal(made._replace(graphs=graphs), limits, space) is None:

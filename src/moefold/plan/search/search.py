@@ -7,6 +7,8 @@ search goes from coarse to fine:
 2. the best grids of every kind (per pp, ep and tp, and overall), each with its options varied one at a time;
 3. the best few of those, by hill climbing: every legal neighbour in any option, until none is faster.
 
+A space that is small because most choices are pinned is tried whole instead.
+
 Memory is predicted first, because it is cheap and rules most out. Everything predicted on the way is kept, and those
 that no other beats in both time and memory are the Pareto set. Nothing is random.
 """
@@ -17,19 +19,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 from typing import TypeVar
 
 from moefold.errors import MoefoldError
 from moefold.plan.search.candidates import choice_of_workload, why_illegal
 from moefold.plan.search.cheapest_savings import Candidate, Predictions
-from moefold.plan.search.enumeration import layouts, neighbours, other_orders, presets, swaps, worthwhile_contexts
+from moefold.plan.search.enumeration import (
+    changes_numbers,
+    combinations,
+    everything,
+    layouts,
+    neighbours,
+    other_orders,
+    presets,
+    swaps,
+)
 from moefold.plan.search.space import LayoutChoice, Space, limits_of, usual_space
 from moefold.plan.workload import Workload
 
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
+# A grid's usual options.
+Grid = tuple[LayoutChoice, ...]
 # How many grids are looked at closer, and how many of those may climb.
 _BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 2, 6
 # Grids whose step takes more than so many times the fastest are not looked at; of those beyond the second no variants
@@ -39,6 +51,8 @@ _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicat
 _KINDS = ("pp", "ep", "tp", "cp", "vpp", "sequences", "sharding", "ep_overlap", "delay_wgrad")
 # Of how many grids the best candidate's savings are exchanged one for one.
 _SWAPPERS = 2
+# Of how many combinations a space is tried whole.
+_SMALL = 4096
 # Share of the step below which more memory is said to gain nothing.
 _WORTH_TELLING = 0.001
 # Steps of a climb; each looks at about a hundred neighbours.
@@ -118,25 +132,49 @@ def search(
     space = space or usual_space(template)
     say = progress or (lambda what, done, total: None)
     limits = limits_of(template)
-    # Where nothing fits otherwise, short sequences are cut too.
-    more = len(space.cp) > len(worthwhile_contexts(limits, space.cp))
-    for every_cp, part in product((False, True) if more else (False,), _spaces(template, space)):
-        looked = Predictions(template, limits, part, headroom)
-        if coarse := _sweep(looked, say, from_own, every_cp):
-            break
+    looked, coarse = Predictions(template, limits, space, headroom), list[Candidate]()
+    if combinations(space) <= _SMALL:
+        coarse = _all(looked, say, from_own)
     else:
+        # Where nothing else fits, short sequences are cut, and experts that could be distributed whole.
+        grids = (list(layouts(limits, space, every_grid)) for every_grid in (False, True))
+        for listed, part in ((listed, part) for listed in grids for part in _spaces(template, space)):
+            looked = Predictions(template, limits, part, headroom)
+            if coarse := _sweep(looked, listed, say, from_own):
+                _refine(looked, coarse, say)
+                break
+    if not coarse:
         raise NothingFitsError(looked.why_nothing(), lacks_memory=bool(looked.held))
+    ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
+    own = looked.timed.get(choice_of_workload(template))
+    found = (len({grid_of(each.choice) for each in coarse}), len(looked.held), len(looked.timed))
+    took = time.monotonic() - began
+    return Result(ranked, pareto(ranked), own, *found, took, looked.capacity / (1 - headroom), headroom)
+
+
+def _all(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate]:
+    """Of a small space all candidates that fit, up to twice the fastest."""
+    listed = list(everything(looked.limits, looked.space))
+    listed += _own_start(looked) if from_own else []
+    always = looked.space.savings[0]
+    exact = [choice for choice in listed if not changes_numbers(choice.savings - always)]
+    for part in (exact, [choice for choice in listed if changes_numbers(choice.savings - always)]):
+        # The fastest first: what they take is the bound of the others.
+        for choice in sorted(_counted(part, "candidates", say), key=looked.seconds):
+            looked.time(choice, _FAR * looked.best)
+        if looked.timed:
+            break
+    return list(looked.timed.values())
+
+
+def _refine(looked: Predictions, coarse: Sequence[Candidate], say: Progress) -> None:
+    """From the best of these on."""
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         looked.trim(_climb(looked, start))
     for start in _fastest(list(looked.timed.values()), _SWAPPERS):
         _swap(looked, start)
     _make_room(looked)
-    ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
-    own = looked.timed.get(choice_of_workload(template))
-    found = (len(coarse), len(looked.held), len(looked.timed))
-    took = time.monotonic() - began
-    return Result(ranked, pareto(ranked), own, *found, took, looked.capacity / (1 - headroom), headroom)
 
 
 def _spaces(template: Workload, space: Space) -> tuple[Space, ...]:
@@ -159,17 +197,23 @@ def tighter(template: Workload, space: Space, result: Result) -> Candidate | Non
 def coarse_best(template: Workload, space: Space, headroom: float) -> Candidate | None:
     """The first part of a search alone, and the options of what it finds: to compare questions, not layouts."""
     looked = Predictions(template, limits_of(template), space, headroom)
-    found = _fastest(_sweep(looked, lambda what, done, total: None, from_own=False), 2)
+    grids = list(layouts(looked.limits, space))
+    found = _fastest(_sweep(looked, grids, lambda what, done, total: None, from_own=False), 2)
     return min((_vary(looked, each) for each in found), key=lambda each: each.seconds, default=None)
 
 
 def anything_fits(template: Workload, space: Space, headroom: float, progress: Progress | None = None) -> bool:
     """Whether `search` would find a candidate; without looking for the best one."""
+    say = progress or (lambda what, done, total: None)
     looked = Predictions(template, limits_of(template), space, headroom)
-    found = list(layouts(looked.limits, space, every_cp=True))
-    grids = _counted(found, "more GPUs", progress or (lambda what, done, total: None))
-    starts = (start for grid in grids for start in _usual(grid))
-    return any((looked.lightest(start) or _leaner(looked, start, inf)) is not None for start in starts)
+    if combinations(space) <= _SMALL:
+        return any(looked.fits(choice) for choice in everything(looked.limits, space))
+    for every_grid in (False, True):
+        grids = _counted(list(layouts(looked.limits, space, every_grid)), "more GPUs", say)
+        starts = (start for grid in grids for start in _usual(grid))
+        if any((looked.lightest(start) or _leaner(looked, start, inf)) is not None for start in starts):
+            return True
+    return False
 
 
 def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -184,16 +228,15 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 # ---- from coarse to fine ----
 
 
-def _sweep(looked: Predictions, say: Progress, from_own: bool, every_cp: bool = False) -> list[Candidate]:
+def _sweep(looked: Predictions, grids: Sequence[Grid], say: Progress, from_own: bool) -> list[Candidate]:
     """The lightest of every grid, and of its variants that could be among the fastest."""
-    grids = list(layouts(looked.limits, looked.space, every_cp))
-    own, found = choice_of_workload(looked.template), list[Candidate | None]()
-    if from_own and why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
-        grids.append((own,))
+    found: list[Candidate | None] = []
+    for own in _own_start(looked) if from_own else ():
+        grids = [*grids, (own,)]
         # With its own savings too, which others may not choose.
         found.append(looked.time(own))
     # The fastest first: what they take is the bound of the others.
-    grids.sort(key=lambda grid: looked.bound(grid[0]))
+    grids = sorted(grids, key=lambda grid: looked.bound(grid[0]))
     for grid in _counted(grids, "grids", say):
         for number, start in enumerate(_usual(grid)):
             near = _NEAR * looked.best
@@ -230,23 +273,30 @@ def _usual(grid: Sequence[LayoutChoice]) -> list[LayoutChoice]:
 
 
 def _leaner(looked: Predictions, start: LayoutChoice, within: float) -> Candidate | None:
-    """Where a grid does not fit with the first format and graphs: with what holds less. Ours has savings.
-
-    Frameworks refuse some savings beside graphs; beside overlapped dispatch too, but grids are also tried without it.
-    """
-    if looked.limits.ours or looked.bound(start) > within:
+    """Where a grid does not fit as it is: with what holds less."""
+    if within < inf and looked.bound(start) > within:
         return None
-    for format in looked.space.format:
-        made = start._replace(format=format, graphs=looked.space.graphs[-1])
+    for made in _leaner_variants(start, looked.space, looked.limits.ours):
         legal = made != start and why_illegal(made, looked.limits, looked.space) is None
         if legal and (found := looked.lightest(made, within)) is not None:
             return found
     return None
 
 
-def _within(choice: LayoutChoice, space: Space) -> bool:
-    names = (name for name in choice._fields if name != "savings")
-    return choice.savings >= space.savings[0] and all(getattr(choice, name) in getattr(space, name) for name in names)
+def _leaner_variants(start: LayoutChoice, space: Space, ours: bool) -> Iterator[LayoutChoice]:
+    """Ours has savings, and dispatchers hold more or less. Frameworks refuse some savings beside graphs; beside
+    overlapped dispatch too, but grids are also tried without it."""
+    if ours:
+        return (start._replace(dispatcher=name) for name in space.dispatcher)
+    return (start._replace(format=format, graphs=space.graphs[-1]) for format in space.format)
+
+
+def _own_start(looked: Predictions) -> tuple[LayoutChoice, ...]:
+    """The template's own choice, if it is legal and not excluded."""
+    own, space = choice_of_workload(looked.template), looked.space
+    names = (name for name in own._fields if name != "savings")
+    within = own.savings >= space.savings[0] and all(getattr(own, name) in getattr(space, name) for name in names)
+    return (own,) if within and why_illegal(own, looked.limits, space) is None else ()
 
 
 def _starts(coarse: Sequence[Candidate]) -> list[Candidate]:
