@@ -28,8 +28,7 @@ _LONG = 8192
 
 def layouts(limits: Limits, space: Space, every_grid: bool = False) -> Iterator[tuple[LayoutChoice, ...]]:
     """Coarse candidates: of every grid, or of those worth trying, its usual options (`presets`), with the first of all
-    others. Where degrees are pinned there are few grids, and all are tried."""
-    every_grid = every_grid or prod(len(getattr(space, name)) for name in _DEGREES) <= _FEW
+    others."""
     start, contexts = first_choice(space), space.cp if every_grid else worthwhile_contexts(limits, space.cp)
     for pp, tp, cp, ep in product(space.pp, space.tp, contexts, space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
@@ -39,6 +38,11 @@ def layouts(limits: Limits, space: Space, every_grid: bool = False) -> Iterator[
                 grid = start._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
                 if why_no_grid(grid, limits) is None and (made := _of_first_format(grid, limits, space)):
                     yield made
+
+
+def how_many_grids(space: Space) -> tuple[bool, ...]:
+    """First those worth trying, and every one where nothing else fits. Where degrees are pinned there are few: all."""
+    return (True,) if prod(len(getattr(space, name)) for name in _DEGREES) <= _FEW else (False, True)
 
 
 def _of_first_format(grid: LayoutChoice, limits: Limits, space: Space) -> tuple[LayoutChoice, ...]:

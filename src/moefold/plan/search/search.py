@@ -29,6 +29,7 @@ from moefold.plan.search.enumeration import (
     changes_numbers,
     combinations,
     everything,
+    how_many_grids,
     layouts,
     neighbours,
     other_orders,
@@ -137,7 +138,7 @@ def search(
         coarse = _all(looked, say, from_own)
     else:
         # Where nothing else fits, short sequences are cut, and experts that could be distributed whole.
-        grids = (list(layouts(limits, space, every_grid)) for every_grid in (False, True))
+        grids = (list(layouts(limits, space, every_grid)) for every_grid in how_many_grids(space))
         for listed, part in ((listed, part) for listed in grids for part in _spaces(template, space)):
             looked = Predictions(template, limits, part, headroom)
             if coarse := _sweep(looked, listed, say, from_own):
@@ -197,7 +198,7 @@ def tighter(template: Workload, space: Space, result: Result) -> Candidate | Non
 def coarse_best(template: Workload, space: Space, headroom: float) -> Candidate | None:
     """The first part of a search alone, and the options of what it finds: to compare questions, not layouts."""
     looked = Predictions(template, limits_of(template), space, headroom)
-    grids = list(layouts(looked.limits, space))
+    grids = list(layouts(looked.limits, space, how_many_grids(space)[0]))
     found = _fastest(_sweep(looked, grids, lambda what, done, total: None, from_own=False), 2)
     return min((_vary(looked, each) for each in found), key=lambda each: each.seconds, default=None)
 
@@ -208,7 +209,7 @@ def anything_fits(template: Workload, space: Space, headroom: float, progress: P
     looked = Predictions(template, limits_of(template), space, headroom)
     if combinations(space) <= _SMALL:
         return any(looked.fits(choice) for choice in everything(looked.limits, space))
-    for every_grid in (False, True):
+    for every_grid in how_many_grids(space):
         grids = _counted(list(layouts(looked.limits, space, every_grid)), "more GPUs", say)
         starts = (start for grid in grids for start in _usual(grid))
         if any((looked.lightest(start) or _leaner(looked, start, inf)) is not None for start in starts):
