@@ -14,10 +14,11 @@ from math import inf
 import pytest
 from tests.brain.test_plan_search import job_for
 from tests.marks import slow_except
-from tests.search_restrictions import PLACES, Place, asked, best_anywhere, best_of, lost, missed
+from tests.search_restrictions import HEADROOM, PLACES, Place, asked, best_anywhere, best_of, lost, missed
 
 from moefold.config.parallel import Sharding
 from moefold.plan.memory.peak import least_bytes, predict_memory
+from moefold.plan.memory.saving_steps import saving
 from moefold.plan.search.candidates import (
     choice_of_workload,
     limits_of,
@@ -29,7 +30,7 @@ from moefold.plan.search.candidates import (
 from moefold.plan.search.cheapest_savings import Candidate
 from moefold.plan.search.enumeration import layouts, neighbours
 from moefold.plan.search.proposal import Question, propose
-from moefold.plan.search.search import Result
+from moefold.plan.search.search import Result, search
 from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import batches_near
 from moefold.plan.workload import FrameworkName
@@ -184,6 +185,16 @@ def test_what_searches_once_lost_is_found(place: Place, part: dict[str, object])
     template, space = asked(place)
     whole, inside = best_anywhere(place), best_of(template, replace(space, **part))  # type: ignore[arg-type]
     assert whole is not None and inside is not None and whole.seconds <= inside.seconds * (1 + 1e-9)
+
+
+def test_ones_own_layout_is_among_the_answers_of_a_small_space() -> None:
+    """Also where it saves what the space does not: moments in 16 bits are not taken for their speed."""
+    template, space = asked(Place("mixtral_8x7b", "H100", 64, 256, "megatron"))
+    part = narrowed(space, "tp=1,cp=1,pp=4,vpp=4,ep=8,etp=1,sequences=1,graphs=none,dispatcher=deepep")
+    best = search(template, part, from_own=False, headroom=HEADROOM).best
+    own = saving(best.workload, frozenset({"precision.moments=bfloat16"}))
+    result = search(own, part, headroom=HEADROOM)
+    assert result.own is not None and result.best.seconds <= best.seconds
 
 
 # Seed and number of small spaces of which the search once lost the best.

@@ -155,15 +155,14 @@ def search(
 
 def _all(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate]:
     """Of a small space all candidates that fit, up to twice the fastest."""
-    listed = list(everything(looked.limits, looked.space))
-    listed += _own_start(looked) if from_own else []
-    always = looked.space.savings[0]
+    own = [looked.time(choice) for choice in _own_start(looked)] if from_own else []
+    always, listed = looked.space.savings[0], list(everything(looked.limits, looked.space))
     exact = [choice for choice in listed if not changes_numbers(choice.savings - always)]
     for part in (exact, [choice for choice in listed if changes_numbers(choice.savings - always)]):
         # The fastest first: what they take is the bound of the others.
         for choice in sorted(_counted(part, "candidates", say), key=looked.seconds):
             looked.time(choice, _FAR * looked.best)
-        if looked.timed:
+        if len(looked.timed) > len(own):
             break
     return list(looked.timed.values())
 
