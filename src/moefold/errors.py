@@ -101,6 +101,10 @@ class ExchangeError(MoefoldError):
     """Ranks disagree about the sizes of a message between them."""
 
 
+class LostPeerError(MoefoldError):
+    """A rank that was waited for has ended, or is absent. Nothing is left to the user: another start may mend it."""
+
+
 class RankError(MoefoldError):
     """A rank failed; the message is the first failed rank's. ``mendable``: by the user, so a restart will not help.
 

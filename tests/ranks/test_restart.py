@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from moefold.comm import spawn
+from moefold.comm.shared_memory import in_order, open_shared_memory
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.recipes.catalog import RECIPES
 from moefold.train.callback import Callback, Control, StepRecord
 from moefold.train.fault_tolerance import warm_up
+from moefold.train.fault_tolerance.supervise import supervise
 from moefold.train.trainer import Trainer
 
 
@@ -76,7 +83,6 @@ def test_a_rehearsal_leaves_nothing_of_its_world(tmp_path: Path, capfd: pytest.C
 
 def test_a_rank_that_died_is_replaced_without_waiting_for_its_peers() -> None:
     """They would wait for it for ``grace`` seconds; two that die together are both named."""
-    import time
 
     def work(rank: int) -> None:
         if rank in (1, 2):
@@ -87,3 +93,34 @@ def test_a_rank_that_died_is_replaced_without_waiting_for_its_peers() -> None:
     with pytest.raises(spawn.RankError) as caught:
         spawn.spawn_ranks(work, 4, grace=60.0)
     assert time.monotonic() - began < 30 and set(caught.value.ranks) <= {1, 2}
+
+
+@pytest.mark.parametrize("how", ["killed, and a thread waits for a disk", "stopped"])
+def test_ranks_restart_when_a_peer_of_their_exchange_is_lost(
+    how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its peer says so first, and nothing is left to the user, so that is no reason to give the run up."""
+    starts = tmp_path / "starts"
+    starts.mkdir()
+
+    def work(rank: int) -> int:
+        assert dist.group.WORLD is not None
+        memory = open_shared_memory(dist.group.WORLD, rank, 2, "ep", 2.0)
+        assert memory is not None
+        first = not any(starts.iterdir())
+        dist.barrier()
+        (starts / f"{os.getpid()}").touch()
+        if rank == 1 and first and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif rank == 1 and first:
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            ctypes.CDLL(None).syscall(60, 0)
+        rows = torch.full((2, 1), float(rank))
+        received = torch.empty(2, 1)
+        memory.all_to_all(received, rows, in_order([1, 1]), in_order([1, 1]))
+        return int(received.sum()) - 1
+
+    assert supervise(work, 2, tmp_path / "checkpoints", 20.0, max_fruitless=2) == 0
+    assert len(list(starts.iterdir())) == 4
+    said = capfd.readouterr().err
+    assert ("rank 1 was ended by SIGKILL" if how != "stopped" else "rank 1 is absent for 2 s") in said

@@ -16,11 +16,11 @@ import torch
 
 from moefold.comm.heartbeat import ENTRIES, PHASES, RECENT_STEPS, STEP_PHASES, Entry, Heartbeat, Pulse, RankRecord
 from moefold.comm.process_groups import Ledger
+from moefold.comm.process_probe import is_stopped, network_of, state_of
 from moefold.config.train import WatchdogConfig
 from moefold.errors import RankError
 from moefold.train.fault_tolerance import watchdog as watchdog_file
 from moefold.train.fault_tolerance.hang_diagnosis import RankEvidence, Verdict, diagnose, mismatch, waits, where
-from moefold.train.fault_tolerance.process_probe import is_stopped, network_of, state_of
 from moefold.train.fault_tolerance.watchdog import MAX_REPORTS, Watchdog, learned_limit
 
 COMMUNICATORS = {"world": "0", "dp": "0", "ep": "7"}

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moefold.errors import ExchangeError
+from moefold.comm.process_probe import state_of
+from moefold.errors import LostPeerError
 
 # The head of a segment: the counter, then for each slot where it begins, and where in it the rows of each peer begin.
 _HEAD_BYTES = 1 << 16
@@ -158,11 +159,12 @@ class SharedMemory:
                 continue
             now = time.monotonic()
             began = began or now
-            # A peer may announce its last exchange and end between two looks.
-            if not _is_alive(segment.process) and segment.announced.value == seen:
-                raise ExchangeError(f"all_to_all over {self._name}: the process of its rank {peer} has ended")
+            # A process that has ended is Z until its parent has waited for it. A peer may announce its last exchange
+            # and end between two looks.
+            if state_of(segment.process) in ("", "Z", "X") and segment.announced.value == seen:
+                raise LostPeerError(f"all_to_all over {self._name}: the process of its rank {peer} has ended")
             if now - began > self._seconds:
-                raise ExchangeError(f"all_to_all over {self._name}: rank {peer} is absent for {self._seconds:.0f} s")
+                raise LostPeerError(f"all_to_all over {self._name}: rank {peer} is absent for {self._seconds:.0f} s")
 
 
 def in_order(sizes: Sequence[int]) -> Pieces:
@@ -250,12 +252,3 @@ def _host() -> tuple[int, int, int, int]:
     except OSError:
         return -1, -1, -1, os.getpid()
     return int(boot[:15], 16), int(boot[15:30], 16), processes, network
-
-
-def _is_alive(process: int) -> bool:
-    """A process that has ended and that its parent has not waited for is not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return False
-    return bool(state) and state[0] not in ("Z", "X")

@@ -42,8 +42,9 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.rendezvous import rendezvous
 
 from moefold.comm.launchers import Place, die_with_parent, place_of
+from moefold.comm.process_probe import state_of
 from moefold.comm.rendezvous import agree_on_start, store_at
-from moefold.errors import BackendError, CorruptionError, ExclusionError, MoefoldError, RankError
+from moefold.errors import BackendError, CorruptionError, ExclusionError, LostPeerError, MoefoldError, RankError
 
 # glibc's malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -117,6 +118,11 @@ class _Rank:
         """Died, or raised before it had met its peers: what it lost cannot have been one of them."""
         return self.died or (self.done_at is not None and self.failed and not json.loads(self.result)["met"])
 
+    @property
+    def lost_peer(self) -> bool:
+        """Raised since another rank had ended or was absent."""
+        return self.done_at is not None and self.failed and not self.died and bool(json.loads(self.result)["lost_peer"])
+
 
 def spawn_ranks(
     work: Callable[[int], Any],
@@ -162,11 +168,8 @@ def spawn_ranks(
             _end(ranks)
     if alarm is not None:
         raise alarm
-    # The first to fail is the cause; the others failed because they lost their peer. A rank that died lost none, and
-    # the message of a peer may be read before its end is seen.
-    failed = [(not rank.died, rank.done_at or inf, index) for index, rank in enumerate(ranks) if rank.failed]
-    for _, _, index in sorted(failed):
-        raise _failure(ranks, index, seconds, oom_kills)
+    if failed := [index for index, rank in enumerate(ranks) if rank.failed]:
+        raise _failure(ranks, min(failed, key=lambda index: _cause_first(ranks[index])), seconds, oom_kills)
     return [json.loads(rank.result)["result"] for rank in ranks]
 
 
@@ -292,9 +295,10 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
     except BaseException as error:
         failure = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "met": met}
         exclude = list(error.exclude) if isinstance(error, ExclusionError) else []
-        again = bool(exclude) or (isinstance(error, CorruptionError) and error.from_the_beginning)
+        lost_peer = isinstance(error, LostPeerError)
+        again = bool(exclude) or lost_peer or (isinstance(error, CorruptionError) and error.from_the_beginning)
         mendable = isinstance(error, MoefoldError) and not again
-        result = json.dumps(failure | {"mendable": mendable, "exclude": exclude})
+        result = json.dumps(failure | {"mendable": mendable, "exclude": exclude, "lost_peer": lost_peer})
     with os.fdopen(pipe, "wb") as out:
         out.write(result.encode())
     os._exit(code)
@@ -331,18 +335,27 @@ def _collect_results(
     return None
 
 
+def _cause_first(rank: _Rank) -> tuple[bool, bool, bool, float]:
+    """The first to fail is the cause; the others failed because they lost their peer. A rank that died lost none, and
+    the message of a peer may be read before its end is seen."""
+    return not rank.died, rank.done_at is None, rank.lost_peer, rank.done_at or inf
+
+
 def _end(ranks: list[_Rank]) -> None:
+    silent = [rank for rank in ranks if rank.done_at is None]
+    # Before any is killed here. Its pipe stays open while one of its threads waits for a disk, or while a process that
+    # it had started lives.
+    ended = [rank for rank in silent if state_of(rank.pid) == "Z"]
+    for rank in silent:
+        os.kill(rank.pid, signal.SIGKILL)
     for rank in ranks:
-        if rank.done_at is None:
-            ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                os.kill(rank.pid, signal.SIGKILL)
-            elif ended.si_code != os.CLD_EXITED:
-                # A signal had ended it, and a process that it had started holds its pipe. Peers that lost it are not to
-                # blame; one of them may have exited meanwhile, with a message that nobody reads any more.
-                rank.done_at = time.monotonic()
         rank.exit_code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         os.close(rank.pipe)
+    for rank in ended:
+        # A signal had ended it. Peers that lost it are not to blame; one of them may have exited meanwhile, with a
+        # message that nobody reads any more.
+        if rank.exit_code is not None and rank.exit_code < 0:
+            rank.done_at = time.monotonic()
 
 
 def _failure(ranks: list[_Rank], index: int, seconds: float, oom_kills: int | None) -> RankError:
@@ -351,13 +364,13 @@ def _failure(ranks: list[_Rank], index: int, seconds: float, oom_kills: int | No
     if rank.done_at is None:
         limit = f"within {seconds:.0f} s" if isfinite(seconds) else "by its deadline"
         return RankError(f"rank {index} returned no result {limit}")
-    blamed = {index, *(number for number, each in enumerate(ranks) if each.failed_alone)}
+    blamed = {number for number, each in enumerate(ranks) if each.failed_alone or (each is rank and not rank.lost_peer)}
     if rank.died:
         assert rank.exit_code is not None
         return RankError(f"rank {index} {describe_end(rank.exit_code, oom_kills)}", ranks=blamed)
     message = json.loads(rank.result)
     exclude = tuple(message["exclude"])
-    trace = "" if message["mendable"] or exclude else f"\n{message['trace']}"
+    trace = "" if message["mendable"] or exclude or rank.lost_peer else f"\n{message['trace']}"
     return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"], exclude, blamed)
 
 

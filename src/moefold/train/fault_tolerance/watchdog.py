@@ -26,11 +26,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moefold.comm.heartbeat import STEP_PHASES, Heartbeat, Pulse
+from moefold.comm.process_probe import is_stopped, network_of, state_of
 from moefold.comm.spawn import Join, spawn_ranks
 from moefold.config.train import WatchdogConfig
 from moefold.errors import RankError
 from moefold.train.fault_tolerance.hang_diagnosis import RankEvidence, Verdict, diagnose, mismatch
-from moefold.train.fault_tolerance.process_probe import is_stopped, network_of, state_of
 
 # What a poll may add to the time without a beat; they are a fifth of a second apart, unless the machine is busy.
 _MAX_POLL_SECONDS = 1.0
