@@ -183,8 +183,9 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
             yield choice._replace(pp=pp, vpp=vpp)
     for ep in space.ep:
-        dispatchers = ("local",) if ep * choice.etp == 1 else space.dispatcher
-        yield choice._replace(ep=ep, dispatcher=dispatchers[0], ep_overlap=choice.ep_overlap and ep > 1)
+        # What is fastest inside of a host is not between hosts.
+        for dispatcher in ("local",) if ep * choice.etp == 1 else space.dispatcher:
+            yield choice._replace(ep=ep, dispatcher=dispatcher, ep_overlap=choice.ep_overlap and ep > 1)
     for tp in space.tp:
         for etp in space.etp:
             yield choice._replace(tp=tp, etp=etp)
