@@ -138,6 +138,11 @@ class ModelShape:
         return len(self.mtp_layers)
 
     @cached_property
+    def narrowest_head(self) -> int | None:
+        """Of all layers: dimensions of a query. None where nothing attends."""
+        return min((layer.mixer.qk_dim for layer in self.layers if isinstance(layer.mixer, Attention)), default=None)
+
+    @cached_property
     def is_moe(self) -> bool:
         return any(isinstance(layer.feed, MoE) for layer in self.layers)
 

@@ -149,10 +149,11 @@ class Constants:
     values: tuple[float, ...]
 
     def __getattr__(self, name: str) -> float:
-        try:
-            return self.values[_INDEX[name]]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in _INDEX:
+            raise AttributeError(name)
+        # An attribute from now on, for a search asks for each a hundred thousand times.
+        value = self.__dict__[name] = self.values[_INDEX[name]]
+        return value
 
 
 _INDEX = {meaning.name: index for index, meaning in enumerate(MEANINGS)}

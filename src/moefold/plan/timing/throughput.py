@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.config.casts import Cast
 from moefold.errors import ConfigError, Problem
@@ -122,8 +121,7 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
 
 def _head_gain(workload: Workload, c: Constants) -> float:
     """Exponentials and rescaling cost as much for a narrow head as for a wide one, and it has fewer FLOPs."""
-    dims = [layer.mixer.qk_dim for layer in workload.model.layers if isinstance(layer.mixer, Attention)]
-    return float(min(1.0, min(dims, default=_HEAD) / _HEAD) ** c.attention_narrow)
+    return float(min(1.0, (workload.model.narrowest_head or _HEAD) / _HEAD) ** c.attention_narrow)
 
 
 def _check_measured(workload: Workload) -> None:
