@@ -25,7 +25,7 @@ from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.op_costs import in_waves, roofline
+from moefold.plan.op_costs import attention_tails, in_waves, roofline
 from moefold.plan.op_sizes import Sizes, sizes_of
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.throughput import Rates, dispatch_seconds, rates_of
@@ -79,10 +79,8 @@ def compared(measured: Measurement) -> Compared | None:
         name, seconds_per_flop = _matmul(shape, sizes, rates)
     elif kind == "grouped_gemm":
         name, seconds_per_flop = _grouped(shape, sizes, rates)
-    elif kind == "sdpa_fwd":
-        name, seconds_per_flop = "attention, forward", CAUSAL * rates.attention_forward
     else:
-        name, seconds_per_flop = "attention, backward", CAUSAL * rates.attention_backward
+        name, seconds_per_flop = _attention(kind, shape, sizes, rates)
     return Compared(name, gpu, measured["tflops"] * 1e12 * seconds_per_flop - 1)
 
 
@@ -92,20 +90,27 @@ def _matmul(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]
     flops = 2.0 * shape.get("b", 1) * m * n * k
     name = f"every side at least {SMALL}" if min(m, n, k) >= SMALL else f"a side below {SMALL}"
     return f"matmul, {name}", rates.gemm * roofline(
-        in_waves(flops, shape.get("b", 1) * m * n, sizes), moved, sizes
+        in_waves(flops, shape.get("b", 1) * m * n, k, sizes), moved, sizes
     ) / flops
 
 
 def _grouped(shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]:
     """Of every expert as many rows: tiles are filled as far as that number fills them. Weight gradients are added up in
-    float32, or written."""
+    the format of the main gradients, or written."""
     experts, m, n, k = (float(shape[side]) for side in ("ng", "M", "N", "K"))
-    sums = (8.0 if shape["accumulate"] == "True" else 4.0) if shape["stage"] == "bwd_grad_w" else 2.0
+    sums = _out_bytes(shape | {"out_dtype": shape["main_grad_dtype"]}) if shape["stage"] == "bwd_grad_w" else 2.0
     moved = experts * (2 * m * (n + k) + sums * n * k)
     flops = 2.0 * experts * m * n * k
     tiled = 2.0 * experts * ceil(m / sizes.tile) * sizes.tile * n * k
     name = f"grouped GEMM, {'under' if m < SMALL else 'at least'} {SMALL} rows per expert"
     return name, rates.grouped * roofline(tiled, moved, sizes) / flops
+
+
+def _attention(kind: str, shape: Measurement, sizes: Sizes, rates: Rates) -> tuple[str, float]:
+    forward, backward = attention_tails(float(shape["batch"] * shape["head_num"] * shape["seq_len"]), sizes)
+    if kind == "sdpa_fwd":
+        return "attention, forward", CAUSAL * forward * rates.attention_forward
+    return "attention, backward", CAUSAL * backward * rates.attention_backward
 
 
 def _out_bytes(shape: Measurement) -> float:

@@ -74,7 +74,7 @@ def test_no_loop_over_experts_is_in_a_graph_of_the_whole_step() -> None:
 def test_a_window_computes_the_tiles_at_both_of_its_ends() -> None:
     """Against tiles that are looked at one by one."""
     at = workload("gpt_oss_120b")
-    sizes = sizes_of(at)
+    sizes = replace(sizes_of(at), query_wave=0.0)
     windowed = next(layer for layer in at.model.layers if isinstance(layer.mixer, Attention) and layer.mixer.window)
     assert isinstance(windowed.mixer, Attention)
     window, tile, length = windowed.mixer.window, sizes.tile, sizes.seq_len
@@ -92,7 +92,7 @@ def test_unfused_attention_moves_its_scores() -> None:
     layer = at.model.layers[0]
     core, flash = (
         part(layer, sizes_of(at), "core_attention"),
-        part(layer, sizes_of(workload("mixtral_8x7b")), "core_attention"),
+        part(layer, replace(sizes_of(workload("mixtral_8x7b")), query_wave=0.0), "core_attention"),
     )
     assert core is not None and flash is not None and isinstance(layer.mixer, Attention)
     scores = 4096.0 * 4096 * layer.mixer.heads
@@ -270,12 +270,42 @@ def test_a_router_has_as_many_kernels_as_were_counted() -> None:
     assert router is not None and router.forward.kernels + router.backward.kernels < 60
 
 
-def test_a_third_of_a_wave_of_tiles_is_lost_on_a100_and_none_on_later_gpus() -> None:
+def test_half_of_the_last_wave_of_tiles_is_lost_on_a100_and_none_on_later_gpus() -> None:
     at = workload("mixtral_8x7b")
     sizes = sizes_of(replace(at, cluster=cluster_of("A100", 64)))
-    assert sizes.wave == 108 * 128 * 128 and sizes_of(at).wave == 0.0
-    assert in_waves(1.0, 4 * sizes.wave, sizes) == pytest.approx(1 + 1 / 12)
-    assert in_waves(1.0, 64.0, sizes) == pytest.approx(4 / 3) and in_waves(1.0, 64.0, sizes_of(at)) == 1.0
+    assert sizes.wave == 108 * 256 * 128 and sizes_of(at).wave == 0.0
+    long = 96.0 * 1e9
+    assert in_waves(1.0, 4 * sizes.wave, long, sizes) == pytest.approx(1.0)
+    assert in_waves(1.0, 4.25 * sizes.wave, long, sizes) == pytest.approx(1 + 0.75 / 4.25 / 2)
+    assert in_waves(1.0, sizes.wave / 4, long, sizes) == pytest.approx(2.5)
+    # A short sum: tiles are filled and emptied more often.
+    assert in_waves(1.0, sizes.wave, 96.0, sizes) == pytest.approx(2.0)
+    assert in_waves(1.0, 64.0, 64.0, sizes_of(at)) == 1.0
+
+
+@pytest.mark.parametrize(("gpu", "sms", "tile"), [("A100", 108, 128), ("H100", 132, 128), ("B200", 148, 256)])
+def test_attention_of_few_heads_leaves_multiprocessors_idle(gpu: str, sms: int, tile: int) -> None:
+    """By how many tiles each has; a rank of eight has as many fewer of them, and the loss grows as much."""
+    whole = replace(workload("qwen3_30b_a3b"), cluster=cluster_of(gpu, 64))
+    cut, losses = changed(whole, parallel={"tp": 8, "etp": 1}), []
+    for each in (whole, cut):
+        sizes = sizes_of(each)
+        core = part(each.model.layers[0], sizes, "core_attention")
+        free = part(each.model.layers[0], replace(sizes, query_wave=0.0, key_wave=0.0), "core_attention")
+        assert core is not None and free is not None
+        losses.append(core.forward.attention_flops / free.forward.attention_flops - 1)
+        heads = 32 / each.parallel.tp
+        assert losses[-1] == pytest.approx(1.8 * sms * tile / (heads * sizes.tokens))
+        assert core.backward.attention_flops / free.backward.attention_flops - 1 == pytest.approx(
+            0.6 * sms * 128 / (heads * sizes.tokens)
+        )
+    assert losses[1] == pytest.approx(8 * losses[0])
+
+
+def test_arithmetic_of_b200_is_held_down_and_its_memory_is_not() -> None:
+    at = workload("mixtral_8x7b")
+    b200, b300 = (replace(at, cluster=cluster_of(name, 64)) for name in ("B200", "B300"))
+    assert sizes_of(b300).balance == pytest.approx(1.2 * sizes_of(b200).balance)
 
 
 def test_turns_of_two_microbatches_cost_host_time() -> None:

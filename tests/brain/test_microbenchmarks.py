@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.microbenchmarks import Measurement, compared, rows, workload_on
-from moefold.plan.op_costs import roofline
+from moefold.plan.op_costs import attention_tails, roofline
 from moefold.plan.op_sizes import sizes_of
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.throughput import rates_of
@@ -44,9 +44,32 @@ def test_rows_of_an_expert_fill_whole_tiles() -> None:
 
 
 def test_attention_was_counted_over_the_whole_square() -> None:
-    whole = {"kind": "sdpa_fwd", "gpu": "B200", "dtype": "bf16", "shape": {"seq_len": 4096}}
-    found = compared(whole | {"tflops": 2 / RATES.attention_forward / 1e12})
+    shape = {"batch": 1, "seq_len": 4096, "head_num": 128}
+    whole = {"kind": "sdpa_fwd", "gpu": "B200", "dtype": "bf16", "shape": shape}
+    forward, _ = attention_tails(128.0 * 4096, SIZES)
+    found = compared(whole | {"tflops": 2 / forward / RATES.attention_forward / 1e12})
     assert found is not None and found.error == pytest.approx(0.0)
+    # A quarter of the heads at the same rate: slower than that is expected.
+    few = compared(whole | {"shape": shape | {"head_num": 32}, "tflops": 2 / forward / RATES.attention_forward / 1e12})
+    assert few is not None and few.error > 0.3
+
+
+@pytest.mark.parametrize(("sums", "bytes_each"), [("fp32", 8.0), ("bf16", 4.0)])
+def test_gradients_are_added_up_in_the_format_of_the_main_gradients(sums: str, bytes_each: float) -> None:
+    """Of experts with so few rows that nothing else takes time."""
+    shape = {"ng": 256, "M": 1, "N": 4096, "K": 4096, "stage": "bwd_grad_w", "accumulate": "True"}
+    seconds = RATES.grouped * SIZES.balance * bytes_each * 256 * 4096**2
+    rate = 2.0 * 256 * 4096**2 / seconds / 1e12
+    found = compared(
+        {
+            "kind": "grouped_gemm",
+            "gpu": "B200",
+            "dtype": "bf16",
+            "tflops": rate,
+            "shape": shape | {"main_grad_dtype": sums},
+        }
+    )
+    assert found is not None and found.error == pytest.approx(0.0, abs=0.02)
 
 
 def test_exchanges_are_those_of_the_layer_that_was_measured() -> None:

@@ -48,7 +48,7 @@ def test_work_is_the_models_arithmetic_where_memory_costs_nothing(name: str) -> 
     dropping = replace(model, moe=replace(model.moe, capacity=CapacityConfig()))
     workload = _workload(dropping, "H100", 1, 4096)
     # And where no tile is cut by the end of a window.
-    sizes = replace(sizes_of(workload), balance=0.0, tile=0, wave=0.0)
+    sizes = replace(sizes_of(workload), balance=0.0, tile=0, wave=0.0, query_wave=0.0)
     parts = [part for layer in shape.layers for part in parts_of(layer, sizes)] + [head_of(shape.vocab, sizes)]
     flops = sum(p.forward.gemm_flops + p.forward.grouped_flops + p.forward.attention_flops for p in parts)
     needed = forward_flops_per_token(model, 4096)

@@ -255,4 +255,4 @@ def test_a_budget_of_sms_is_compute_against_bandwidth() -> None:
     with pytest.raises(ConfigError, match="H100 has 132 SMs"):
         at(132)
     with pytest.raises(ConfigError, match="not known"):
-        step_time(replace(changed(plain, parallel={"dispatch_sms": 20}), cluster=cluster_of("GB300", 1024)))
+        step_time(replace(changed(plain, parallel={"dispatch_sms": 20}), cluster=cluster_of("MI300X", 1024)))

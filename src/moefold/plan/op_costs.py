@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from math import ceil
 
 from moefold.blueprint.flops import core_flops, flops_per_position
 from moefold.blueprint.matmuls import Matmul, layer_matmuls
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
 from moefold.plan.op_sizes import Sizes
 
-# Share of a wave of tiles that a matmul loses in its last one: a half in theory. 183 matmuls that others measured on
-# A100 say a third, and 500 on B200 none, so `Sizes.wave` is 0 there.
-_LOST_WAVE = 1 / 3
+# Of what the last wave of tiles leaves idle, how much is lost: 183 matmuls that others measured on A100 say a half, as
+# libraries take smaller tiles or cut long sums. 500 on B200 say none, so `Sizes.wave` is 0 there.
+_LOST_WAVE = 0.5
+# A tile is filled and emptied in the time of so many terms of its sum (the same matmuls).
+_FILL = 96.0
+# Waves of tiles for which attention's last tiles are alone, by 88 kernels on A100 and B200 with 4 to 128 heads. Under a
+# causal mask the longest tile takes twice the mean; backward's are shorter and better spread.
+_TAIL_FORWARD, _TAIL_BACKWARD = 1.8, 0.6
 # `FusedScaleMaskSoftmax.is_kernel_available` of Megatron: heads of a rank times sequences divide by four.
 _SOFTMAX_MATRICES = 4
 
@@ -156,10 +162,10 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind; bytes take as long.
     slower = s.wide_slower if wide else 1.0
     flops *= slower
-    forward = roofline(in_waves(flops, y, s), operand * (x + w) + s.word * y, s)
+    forward = roofline(in_waves(flops, y, inner, s), operand * (x + w) + s.word * y, s)
     # The weight's gradient is added to a buffer: read and written.
-    backward = roofline(in_waves(flops, x, s), operand * (y + w) + s.word * x, s) + roofline(
-        in_waves(flops, w, s), operand * (x + y) + 2 * s.gradient_bytes * w, s
+    backward = roofline(in_waves(flops, x, outer, s), operand * (y + w) + s.word * x, s) + roofline(
+        in_waves(flops, w, rows, s), operand * (x + y) + 2 * s.gradient_bytes * w, s
     )
     first, second = 1 + 2 * narrow, 2 + 2 * narrow
     return (
@@ -168,10 +174,18 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     )
 
 
-def in_waves(flops: float, results: float, s: Sizes) -> float:
-    """The last wave of tiles is full in part. 183 matmuls on A100 lose a third of a wave to that; of 500 on B200 those
-    of a few waves are as fast as others, as kernels share the depth of tiles there."""
-    return flops * (1 + _LOST_WAVE * s.wave / max(results, s.wave)) if s.wave else flops
+def in_waves(flops: float, results: float, terms: float, s: Sizes) -> float:
+    """Sums of so many terms, of which a GPU computes a wave at once. The last wave is full in part."""
+    if not s.wave:
+        return flops
+    waves = results / s.wave
+    return flops * (1 + _LOST_WAVE * (ceil(waves) / waves - 1)) * (1 + _FILL / terms)
+
+
+def attention_tails(rows: float, s: Sizes) -> tuple[float, float]:
+    """How much longer attention takes, forward and backward, where it has few rows of queries over all heads: its last
+    tiles leave multiprocessors idle."""
+    return 1 + _TAIL_FORWARD * s.query_wave / rows, 1 + _TAIL_BACKWARD * s.key_wave / rows
 
 
 def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float, *, down: bool) -> tuple[Work, Work]:
@@ -242,10 +256,11 @@ def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
     moved = 2.0 * tokens * (heads * (a.qk_dim + a.v_dim) + kv_heads * (a.qk_dim + a.v_dim))
     if not s.flash:
         return [*projections, Part("core_attention", *_unfused(a, s)), Part("attention_out", *gemms["out"])]
+    forward, backward = attention_tails(heads * tokens, s)
     core = Part(
         "core_attention",
-        Work(attention_flops=flops, traffic=moved, kernels=2, launches=2),
-        Work(attention_flops=2.5 * flops, traffic=2.5 * moved, kernels=4, launches=4),
+        Work(attention_flops=forward * flops, traffic=moved, kernels=2, launches=2),
+        Work(attention_flops=2.5 * backward * flops, traffic=2.5 * moved, kernels=4, launches=4),
     )
     return [*projections, core, Part("attention_out", *gemms["out"])]
 

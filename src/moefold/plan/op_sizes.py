@@ -16,6 +16,9 @@ TILE = 128
 # Exponent of the smooth maximum of memory and arithmetic time: 4 adds 19 % where both are equal. In one thread, where
 # nothing overlaps, they add up.
 _SHARPNESS = 4.0
+# Watts hold arithmetic down and not memory: a larger share of its bandwidth reaches matmuls than of its peak. Weight
+# gradients of experts with few rows, measured on B200, are too slow without it.
+_FETCHED = {"sm100": 1.2}
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,12 @@ class Sizes:
     # How much longer arithmetic takes that stays wide.
     wide_slower: float = 1.0
     tile: int = TILE
-    # Elements of a result that the GPU computes at once, a tile on each of its multiprocessors; 0 where the last such
-    # wave costs nothing.
+    # Elements of a matmul's result that the GPU computes at once, a tile on each of its multiprocessors; 0 where the
+    # last such wave costs nothing. Rows of queries over all heads that attention computes at once, and of keys that its
+    # backward does; 0 where it is not known how many multiprocessors there are.
     wave: float = 0.0
+    query_wave: float = 0.0
+    key_wave: float = 0.0
     sharpness: float = _SHARPNESS
 
 
@@ -75,12 +81,15 @@ def sizes_of(workload: Workload) -> Sizes:
         fused_router=workload.framework.fused_router,
         flash=workload.framework.attention != "unfused",
         biases_apart=workload.framework.name == "megatron" and workload.run.kernels.graphs != "full",
-        balance=peak / gpu.memory_tb_s,
+        balance=peak / gpu.memory_tb_s / _FETCHED.get(gpu.architecture, 1.0),
         wide_slower=peak / gpu.bf16_tflops,
         word=workload.word,
         tile=1 if measured else TILE,
-        wave=float(gpu.sms * TILE**2) if gpu.architecture == "sm80" else 0.0,
+        wave=2.0 * gpu.sms * TILE**2 if gpu.architecture == "sm80" else 0.0,
         sharpness=1.0 if measured else _SHARPNESS,
+        # B200's multiprocessors have two tiles of queries in turns.
+        query_wave=(2.0 if gpu.architecture in ("sm100", "sm103") else 1.0) * gpu.sms * TILE,
+        key_wave=1.0 * gpu.sms * TILE,
     )
 
 
