@@ -24,7 +24,8 @@ from moefold.plan.memory.saving_steps import (
     savings_of,
     why_no_savings,
 )
-from moefold.plan.search.cheapest_savings import by_price, cheapest_fit, first_that_fits, ladder, switched_on, trimmed
+from moefold.plan.search.cheapest_savings import by_price, cheapest_fit, first_that_fits, ladder, trimmed
+from moefold.plan.search.explain import switched_on
 from moefold.plan.search.proposal import Question, propose, with_framework
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload, changed, workload_of_run

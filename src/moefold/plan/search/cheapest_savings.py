@@ -6,7 +6,8 @@ take time, so a candidate without any is predicted first: if that is not fast en
 Savings do not add up (two may free the same tensor, another rank may become the fullest), so a set is judged by whole
 predictions. Each saving's price is found alone, in seconds per byte it frees. They are switched on in the order of
 those prices, all exact ones before those that change numbers, until the workload fits; then those that turned out to
-be unnecessary are switched off again, the dearest first.
+be unnecessary are switched off again, the dearest first. Where a search comes near the fastest, it leaves out what was
+switched on first wherever the last one suffices.
 """
 
 from __future__ import annotations
@@ -42,20 +43,12 @@ from moefold.units import format_bytes
 _ATTENTION: Recompute = frozenset({"attention"})
 # What a saving may take off the step (less travels) instead of adding to it, so that bounds stay bounds.
 _QUICKER = 1.02
+# Of candidates that take longer than so many times the fastest, savings are not looked at one by one.
+_NEARLY = 1.25
 # How many sets of savings are tried of those that made a step the fastest.
 _WINNERS = 3
 # Bytes of a workload with these savings, and its seconds.
 Bytes = Callable[[Savings], float]
-
-
-@dataclass(frozen=True)
-class SwitchedOn:
-    """A saving of a chosen workload: what the fullest rank would hold more and the step take less without it."""
-
-    words: str
-    entries: Savings
-    bytes: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -133,24 +126,6 @@ def cheapest_fit(workload: Workload, capacity: float, host: bool = True) -> Work
     return None if found is None else saving(workload, trimmed(sets[found], start, steps, fits))
 
 
-def switched_on(workload: Workload, start: Savings) -> tuple[SwitchedOn, ...]:
-    """What each saving beyond ``start`` frees and costs, the largest first."""
-    now = savings_of(workload.run, workload.is_own)
-    held, seconds = _size(workload, now), _time(workload, now)
-    found = []
-    for step in offered_on(workload, now - start):
-        without = now - (step.entries - start)
-        found.append(
-            SwitchedOn(step.words, step.entries, _size(workload, without) - held, seconds - _time(workload, without))
-        )
-    return tuple(sorted(found, key=lambda one: -one.bytes))
-
-
-def offered_on(workload: Workload, entries: Savings) -> tuple[SavingStep, ...]:
-    bare = saving(workload, savings_of(workload.run, workload.is_own) - entries)
-    return tuple(step for step in offered(bare) if step.entries <= entries)
-
-
 def _size(workload: Workload, some: Savings) -> float:
     return predict_memory(saving(workload, some)).total
 
@@ -174,6 +149,8 @@ class Predictions:
         self.capacity = usable_bytes(template) * (1 - headroom)
         # Seconds of the fastest candidate that fits.
         self.best = inf
+        # Whether savings are looked at once more, one by one.
+        self.closely = False
         self._seconds: dict[LayoutChoice, float] = {}
         self._last: tuple[LayoutChoice, Workload] | None = None
         self.milestones = milestones(space.recompute)
@@ -250,6 +227,12 @@ class Predictions:
                 return None
             self._lightest[bare] = self._find_lightest(bare)
         return self._lightest[bare]
+
+    def look_closely(self) -> None:
+        """From now on, and once more at what was looked at."""
+        if not self.closely:
+            self.closely = True
+            self._lightest.clear()
 
     def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
         if self._exceeded_by_states(bare):
@@ -330,7 +313,20 @@ class Predictions:
         )
         # Where nothing fits, the next one may not fit either, which its last set says.
         self._likely[where] = len(sets) - 1 if number is None else number
-        return None if number is None else self.time(choice._replace(savings=sets[number]))
+        found = None if number is None else self.time(choice._replace(savings=sets[number]))
+        if found is None or not self.closely or found.seconds > _NEARLY * self.best:
+            return found
+        return self._with_fewer(found)
+
+    def _with_fewer(self, found: Candidate) -> Candidate:
+        """Without savings that were passed on the way to the last one, if that one suffices. Offloads are free alone,
+        and share the path to the host."""
+        best = found
+        for entry in sorted(found.choice.savings - self.space.savings[0]):
+            fewer = best.choice._replace(savings=best.choice.savings - {entry})
+            if self.seconds(fewer) < best.seconds:
+                best = self.time(fewer) or best
+        return best
 
     def steps_by_price(self, choice: LayoutChoice) -> tuple[SavingStep, ...]:
         """Found once per sharding, on the first layout that needs them: prices differ little between layouts."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from moefold.config.parallel import RankOrderConfig
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saving_steps import is_trained, saving, savings_of
+from moefold.plan.memory.saving_steps import Savings, SavingStep, is_trained, offered, saving, savings_of
 from moefold.plan.prediction import Prediction, Wall
 from moefold.plan.search.candidates import choice_of_workload
-from moefold.plan.search.cheapest_savings import SwitchedOn
 from moefold.plan.search.space import LayoutChoice
 from moefold.plan.search.what_if import Answer, BatchAdvice
 from moefold.plan.timing.layer_time import shards_by_layer
-from moefold.plan.timing.step_time import predict_time
+from moefold.plan.timing.step_time import predict_time, step_time
 from moefold.plan.traffic import data_reach, dense_reach, expert_data_reach, expert_grid_reach, expert_reach
 from moefold.plan.workload import Workload, changed
 from moefold.units import format_bytes
@@ -41,6 +40,16 @@ _MEANING: dict[Wall, str] = {
     "compute": "the GPU's arithmetic and memory are busy",
     "host": "the GPU waits for the host to launch work",
 }
+
+
+@dataclass(frozen=True)
+class SwitchedOn:
+    """A saving of a chosen workload: what the fullest rank would hold more and the step take less without it."""
+
+    words: str
+    entries: Savings
+    bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -268,6 +277,23 @@ def sent_words(workload: Workload) -> str:
         return f"weights are gathered layer by layer ({each})"
     held = "one copy of the weights" if workload.is_flat else "gathered weights beside their shards"
     return f"{grads + weights:g} bytes per parameter and step, and {held} for the whole step"
+
+
+def switched_on(workload: Workload, start: Savings) -> tuple[SwitchedOn, ...]:
+    """What each saving beyond ``start`` frees and costs, the largest first."""
+    now = savings_of(workload.run, workload.is_own)
+    held, seconds = predict_memory(saving(workload, now)).total, step_time(saving(workload, now)).total
+    found = []
+    for step in offered_on(workload, now - start):
+        without = saving(workload, now - (step.entries - start))
+        freed, cost = predict_memory(without).total - held, seconds - step_time(without).total
+        found.append(SwitchedOn(step.words, step.entries, freed, cost))
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+def offered_on(workload: Workload, entries: Savings) -> tuple[SavingStep, ...]:
+    bare = saving(workload, savings_of(workload.run, workload.is_own) - entries)
+    return tuple(step for step in offered(bare) if step.entries <= entries)
 
 
 def savings_words(chosen: Prediction, saved: Sequence[SwitchedOn]) -> str:

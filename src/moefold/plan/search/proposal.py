@@ -22,8 +22,9 @@ from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.batch_ramp import Ramp, RampPhase, days_of, ramp_phases
 from moefold.plan.search.candidates import choice_of_workload, microbatch_group, why_not_started
-from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
+from moefold.plan.search.cheapest_savings import cheapest_fit
 from moefold.plan.search.explain import (
+    SwitchedOn,
     alike_words,
     batch_words,
     headroom_words,
@@ -31,6 +32,7 @@ from moefold.plan.search.explain import (
     savings_words,
     sharding_words,
     sweep_spread,
+    switched_on,
     versus,
     wall_words,
     what_would_move,

@@ -52,6 +52,8 @@ _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicat
 _KINDS = ("pp", "ep", "tp", "cp", "vpp", "sequences", "sharding", "ep_overlap", "delay_wgrad")
 # Of how many grids the best candidate's savings are exchanged one for one.
 _SWAPPERS = 2
+# Of no more grids each saving is looked at before options are varied; of more, before climbing.
+_FEW_GRIDS = 120
 # Of how many combinations a space is tried whole.
 _SMALL = 4096
 # Share of the step below which more memory is said to gain nothing.
@@ -169,7 +171,12 @@ def _all(looked: Predictions, say: Progress, from_own: bool) -> list[Candidate]:
 
 def _refine(looked: Predictions, coarse: Sequence[Candidate], say: Progress) -> None:
     """From the best of these on."""
-    varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
+    starts = _starts(coarse)
+    if len({grid_of(each.choice) for each in coarse}) <= _FEW_GRIDS:
+        looked.look_closely()
+        starts = [looked.lightest(start.choice) or start for start in starts]
+    varied = [_vary(looked, start) for start in _counted(starts, "varying options", say)]
+    looked.look_closely()
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         looked.trim(_climb(looked, start))
     for start in _fastest(list(looked.timed.values()), _SWAPPERS):
@@ -334,7 +341,7 @@ def _vary(looked: Predictions, start: Candidate) -> Candidate:
 
 def _climb(looked: Predictions, start: Candidate) -> Candidate:
     """To the fastest neighbour, and on from there."""
-    best = start
+    best = _faster(start, looked.lightest(start.choice))
     for _ in range(_LONGEST_CLIMB):
         before = best
         for made in neighbours(before.choice, looked.limits, looked.space):
