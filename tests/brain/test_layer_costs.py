@@ -277,7 +277,9 @@ def test_half_of_the_last_wave_of_tiles_is_lost_on_a100_and_none_on_later_gpus()
     long = 96.0 * 1e9
     assert in_waves(1.0, 4 * sizes.wave, long, sizes) == pytest.approx(1.0)
     assert in_waves(1.0, 4.25 * sizes.wave, long, sizes) == pytest.approx(1 + 0.75 / 4.25 / 2)
-    assert in_waves(1.0, sizes.wave / 4, long, sizes) == pytest.approx(2.5)
+    # Less than half a wave is cut along its sums.
+    assert in_waves(1.0, 0.8 * sizes.wave, long, sizes) == pytest.approx(1 + 0.25 / 2)
+    assert in_waves(1.0, sizes.wave / 100, long, sizes) == pytest.approx(1.5)
     # A short sum: tiles are filled and emptied more often.
     assert in_waves(1.0, sizes.wave, 96.0, sizes) == pytest.approx(2.0)
     assert in_waves(1.0, 64.0, 64.0, sizes_of(at)) == 1.0

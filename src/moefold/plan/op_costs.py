@@ -175,10 +175,11 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
 
 
 def in_waves(flops: float, results: float, terms: float, s: Sizes) -> float:
-    """Sums of so many terms, of which a GPU computes a wave at once. The last wave is full in part."""
+    """Sums of so many terms, of which a GPU computes a wave at once. The last wave is full in part. Of less than half a
+    wave libraries cut the sums, so that no more is idle."""
     if not s.wave:
         return flops
-    waves = results / s.wave
+    waves = max(0.5, results / s.wave)
     return flops * (1 + _LOST_WAVE * (ceil(waves) / waves - 1)) * (1 + _FILL / terms)
 
 
